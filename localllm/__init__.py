@@ -1,6 +1,6 @@
 """localllm: run open-weight language models on one workstation.
 
-The public names are imported lazily: `import localllm` loads no torch.
+Public names are imported lazily: `import localllm` does not load torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m localllm`: the same as the `localllm` command, also in a checkout that is not installed."""
+"""`python -m localllm`: the same as the `localllm` command, even in a checkout that is not installed."""
 
 from localllm.cli import main
 

@@ -1,16 +1,16 @@
-"""Every failure a user can cause, with what, value and limit, and the next command.
+"""Every failure a user can cause: what happened, the value, the limit, and the next command.
 
     LocalLLMError
-    ├── ConfigError            exit 2    a setting or flag that cannot be
+    ├── ConfigError            exit 2    an invalid setting or flag
     ├── InvalidRequest         exit 2    a request outside its limits                 HTTP 400
     │   └── InvalidConstraint  exit 2    a schema or grammar that cannot be enforced  HTTP 400
     ├── ModelNotFound          exit 3    no such model, or not downloaded             HTTP 404
     ├── AuthRequired           exit 4    a token or an accepted license is needed
-    ├── DoesNotFit             exit 5    memory or disk is too small                  HTTP 503
+    ├── DoesNotFit             exit 5    too little memory or disk space              HTTP 503
     │   └── OutOfMemory        exit 5    memory ran out during use
     ├── DeviceError            exit 6    the device is missing, unusable or broken    HTTP 503
     ├── DownloadError          exit 7    the network or the hub failed
-    ├── ServerError            exit 8    port busy, no server, server refused
+    ├── ServerError            exit 8    port in use, no server, or server refused
     ├── ContextTooLong         exit 9    more tokens than the window holds            HTTP 400
     ├── ConstraintUnmet        exit 10   the output broke its schema or length
     ├── BadModelFile           exit 12   damaged, truncated or hostile model files
@@ -18,9 +18,9 @@
     │   └── UnsupportedFormat  exit 12   a stored format this version cannot read
     ├── Aborted                exit 130  stopped by the user
     ├── HistoryError           exit 1    the database of chats (localllm.history)
-    └── InternalError          exit 1    our own fault
+    └── InternalError          exit 1    a bug in localllm
 
-`cli/frame/console.py` turns one into a panel and an exit code, the server's dialects into their own error bodies.
+`cli/frame/console.py` turns an error into a message and an exit code; the server turns it into each API's error body.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# the hint for a damaged file of a model whose name is not known where the damage is found
+# the hint for a damaged file where the model's name is not known
 REPAIR = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
 
 
 class LocalLLMError(Exception):
     """Base of all errors shown to users.
 
-    message   what, value and limit, in one sentence
+    message   what happened, the value and the limit, in one sentence
     hint      the next command or step, in one sentence
-    why       optional: where the number comes from
-    fixes     optional: (command, note) pairs, each runnable
-    context   optional: the values, for the JSON twin
+    why       optional: where the limit comes from
+    fixes     optional: (command, note) pairs, each ready to run
+    context   optional: the values, for the JSON form
     """
 
     exit_code = 1
@@ -73,11 +73,11 @@ class LocalLLMError(Exception):
 
 
 class InternalError(LocalLLMError):
-    """Our own fault; the log holds the traceback."""
+    """A bug in localllm; the log has the traceback."""
 
 
 class ConfigError(LocalLLMError):
-    """Invalid setting, flag or combination."""
+    """An invalid setting, flag or combination of them."""
 
     exit_code, number, status, kind, api_code = 2, 1, 400, "invalid_request_error", None
 
@@ -95,19 +95,19 @@ class InvalidConstraint(InvalidRequest):
 
 
 class ModelNotFound(LocalLLMError):
-    """No such model, or it is not on this machine and may not be downloaded now."""
+    """The model does not exist, or is not on this machine and may not be downloaded now."""
 
     exit_code, number, status, kind, api_code = 3, 1, 404, "invalid_request_error", "model_not_found"
 
 
 class AuthRequired(LocalLLMError):
-    """The hub wants a token, or a license to be accepted."""
+    """The hub requires a token, or the license must be accepted first."""
 
     exit_code, number, status, kind, api_code = 4, 1, 401, "authentication_error", None
 
 
 class DoesNotFit(LocalLLMError):
-    """Memory or disk is too small for what was asked."""
+    """There is too little memory or disk space."""
 
     exit_code, number, status, kind, api_code = 5, 1, 503, "unavailable_error", "does_not_fit"
 
@@ -125,31 +125,31 @@ class DeviceError(LocalLLMError):
 
 
 class DownloadError(LocalLLMError):
-    """The network or the hub failed, or what arrived is not what was promised."""
+    """The network or the hub failed, or the download does not match its checksum."""
 
     exit_code, number, status, kind, api_code = 7, 1, 502, "server_error", None
 
 
 class ServerError(LocalLLMError):
-    """Port busy, no server running, or the server refused."""
+    """The port is in use, no server is running, or the server refused."""
 
     exit_code, number, status, kind, api_code = 8, 1, 503, "unavailable_error", None
 
 
 class ServerGone(ServerError):
-    """The server that was used no longer answers."""
+    """The server stopped answering."""
 
     number = 2
 
 
 class ContextTooLong(LocalLLMError):
-    """More tokens than the context window holds."""
+    """The input has more tokens than the context window holds."""
 
     exit_code, number, status, kind, api_code = 9, 1, 400, "invalid_request_error", "context_length_exceeded"
 
 
 class ConstraintUnmet(LocalLLMError):
-    """The output does not meet the schema, grammar or length that was demanded."""
+    """The output does not meet the required schema, grammar or length."""
 
     exit_code, number, status, kind, api_code = 10, 1, 400, "invalid_request_error", "constraint_unmet"
 
@@ -163,10 +163,10 @@ class BadModelFile(LocalLLMError):
         super().__init__(message, hint, **rest)
 
     def about(self, file: str, name: str = "") -> BadModelFile:
-        """The same error, naming the file where it does not yet, and in its hint the model where `pull` knows it.
+        """Return the error with the file's name in its message, and the model's name in its hint if `pull` knows it.
 
         file  the name of the model's file or folder
-        name  what `localllm pull` calls the model; "" for one that has only a path
+        name  the model's name for `localllm pull`; "" when it has only a path
         """
         named = "file" in self.context or file in self.message
         hint = self.hint

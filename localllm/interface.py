@@ -1,4 +1,4 @@
-"""What an interface sees of the program: a `ChatBackend` and the plain values that it gives. No torch, no output."""
+"""The interface between a user interface and the engine: `ChatBackend` and the plain values it returns. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.request import FinishReason, LoadProgress, Message, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prompt tokens read so far."""
+    """Progress of reading the prompt, in tokens."""
 
     turn: int
     done: int
@@ -28,7 +28,7 @@ class Delta:
 
     turn: int
     kind: Literal["content", "reasoning", "tool_call"]
-    # of a tool_call: JSON, first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}
+    # for a tool_call, JSON: first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}
     text: str
     num_tokens: int = 1
 
@@ -54,7 +54,7 @@ class Failed:
     fixes: tuple[tuple[str, str], ...] = ()
     why: str = ""
     context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON form
-    param: str = ""  # the field of the request that is wrong
+    param: str = ""  # the wrong field of the request
 
     @classmethod
     def of(cls, turn: int, error: LocalLLMError) -> Failed:
@@ -67,7 +67,7 @@ ChatEvent = LoadProgress | Prefill | Delta | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is true of the running model: plain data for status lines and the engine panel."""
+    """The state of the running model: plain data for status lines and the engine panel."""
 
     model: str = ""
     run_summary: str = ""
@@ -79,37 +79,37 @@ class Facts:
     pages_free: int = 0
     pages_cached: int = 0
     page_size: int = 0  # tokens
-    # one byte a page, or every n-th page of a large pool: 0 free, 1 kept by the prefix tree alone, 2 in use
+    # one byte per page, or per n-th page of a large pool: 0 free, 1 held by the prefix tree only, 2 in use
     page_map: bytes = b""
     weight_bytes: int = 0
     kv_bytes: int = 0
     kv: str = ""  # how keys and values are stored
-    plan_parts: tuple[tuple[str, int], ...] = ()  # (weights | kv | work | margin, bytes) as planned
-    have_bytes: int = 0  # what the plan could use
-    held_bytes: int = 0  # what the process (CPU) or its share of the device (GPU) holds now
+    plan_parts: tuple[tuple[str, int], ...] = ()  # (weights | kv | work | margin, planned bytes)
+    have_bytes: int = 0  # available to the plan
+    held_bytes: int = 0  # held now by the process (CPU), or its share of the device (GPU)
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
-    num_prompt_tokens: int = 0  # computed since the start, those of the prefix tree not among them
+    num_prompt_tokens: int = 0  # computed since the start, without those from the prefix tree
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_draft_tokens: int = 0  # guessed tokens that were checked
-    num_accepted_tokens: int = 0  # those of them that were right
+    num_draft_tokens: int = 0  # draft tokens that were verified
+    num_accepted_tokens: int = 0  # draft tokens that were accepted
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    kv_store_bytes: int = 0  # pages on the disk, of all models
-    kv_store_limit: int = 0  # 0: none are kept there
+    kv_store_bytes: int = 0  # pages on disk, for all models
+    kv_store_limit: int = 0  # 0: no pages are kept on disk
     kv_store_read_tokens: int = 0
-    decode_tps: float = 0.0  # expected of one sequence at the start of its context
-    power_w: float = 0.0  # what the card draws now; 0 where it does not say
-    url: str = ""  # the server that computes, when it is not this process
+    decode_tps: float = 0.0  # expected for one sequence at the start of its context
+    power_w: float = 0.0  # the card's power draw now; 0 when unknown
+    url: str = ""  # the server that runs the model, unless it is this process
     pid: int = 0  # that server's process, when it is one of ours on this machine
     has_chat_template: bool = True
-    image_tokens: int | None = None  # that an image takes at most; 0: it reads text only; None: it is not known
-    embeds: bool = False  # it gives vectors and generates nothing
-    # (name, value, who recommends it) of the parameters that hold where nobody says otherwise
+    image_tokens: int | None = None  # maximum tokens per image; 0: text only; None: unknown
+    embeds: bool = False  # an embedding model, which generates no text
+    # (name, value, who recommends it) of the default sampling parameters
     sampling: tuple[tuple[str, Any, str], ...] = ()
-    times_kernels: bool = False  # tile sizes are being timed on the card, in an idle moment
+    times_kernels: bool = False  # idle, and timing tile sizes on the card
     warnings: tuple[str, ...] = ()
 
     @property
@@ -134,9 +134,9 @@ class ModelChoice:
     tps: float = 0.0
     basis: str = "estimate"
     note: str = ""
-    ctx: int = 0  # the context it would get here
+    ctx: int = 0  # context length it would get here
     params: int = 0
-    active_params: int = 0  # weights read per token, where fewer than `params`
+    active_params: int = 0  # weights read per token, when fewer than `params`
     license: str = ""
     chat: bool = True  # has a chat template
     need_bytes: int = 0
@@ -144,9 +144,9 @@ class ModelChoice:
     parts: tuple[tuple[str, int], ...] = ()  # the terms of `need_bytes`
     last_used: float = 0.0  # seconds since the epoch
     path: str = ""
-    quality: str = ""  # what its format costs, where that was measured
-    quants: tuple[ModelChoice, ...] = ()  # the same model in other formats, the smallest first
-    recommended: bool = False  # the one to start with on this machine
+    quality: str = ""  # measured quality loss of its format
+    quants: tuple[ModelChoice, ...] = ()  # the same model in other formats, smallest first
+    recommended: bool = False  # the model to start with on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was asked."""
+    """A queued question."""
 
     id: int
     messages: list[Message]
@@ -175,10 +175,10 @@ class Turn:
 
 
 class ChatBackend(ABC):
-    """All an interface knows of the engine: in process, over HTTP, or scripted; nothing here blocks.
+    """Everything an interface knows about the engine: in process, over HTTP, or scripted. Nothing here blocks.
 
-    Turns are numbered from 0, and each ends in exactly one `Done` or `Failed`. `_running` holds what can end each of
-    them, once there is something.
+    Turns are numbered from 0, and each ends in exactly one `Done` or `Failed`. `_running` maps each turn to whatever
+    can stop it, once that exists.
     """
 
     def __init__(self) -> None:
@@ -190,14 +190,14 @@ class ChatBackend(ABC):
         self._next_turn = 0
 
     def is_there(self) -> bool:
-        """Whether what computes still answers; may take seconds. Only a server can go."""
+        """Whether the engine still answers; may take seconds. Only a server can go away."""
         return True
 
     @abstractmethod
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
-        """Begin loading; returns at once, phases arrive as events, `LoadProgress("ready")` ends them.
+        """Start loading and return at once; phases arrive as events, and `LoadProgress("ready")` ends them.
 
-        A second start replaces the first model. `changes` are settings that differ from now on: ctx, kv.
+        A second start replaces the first model. `changes` are settings that change from now on: ctx, kv.
         """
 
     def send(
@@ -207,9 +207,9 @@ class ChatBackend(ABC):
         template: Mapping[str, Any] | None = None,
         tools: ToolUse | None = None,
     ) -> int:
-        """Queue a turn, also before the model is ready; returns its id.
+        """Queue a turn, even before the model is ready; returns its id.
 
-        When the last message is the assistant's, it is continued. `template` goes to the chat template:
+        If the last message is the assistant's, the answer continues it. `template` goes to the chat template:
         enable_thinking, reasoning_effort. `tools` may be called; calls arrive as `Delta`s.
         """
         with self._lock:
@@ -224,7 +224,7 @@ class ChatBackend(ABC):
 
     @abstractmethod
     def rest(self) -> None:
-        """Leave off what is done in idle moments (`Facts.times_kernels`)."""
+        """Stop background work done in idle moments (`Facts.times_kernels`)."""
 
     def events(self) -> deque[ChatEvent]:
         return self._events
@@ -234,15 +234,15 @@ class ChatBackend(ABC):
 
     @abstractmethod
     def find(self, name: str) -> str:
-        """The full name of the model that a name stands for. May take a while; raises LocalLLMError for no model."""
+        """Resolve a name to a model's full name. May take a while; raises LocalLLMError when there is no such model."""
 
     @abstractmethod
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
+        """Count the tokens of a text; without a model, an estimate (a quarter of its characters). May take a while."""
 
     @abstractmethod
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
-        """Rows of the model picker: what is here, then what could be fetched. May take a second.
+        """Rows of the model picker: local models, then downloads. May take a second.
 
         ctx   the window to judge them by; None leaves it to the plan
         """
@@ -253,19 +253,19 @@ class ChatBackend(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    # --- for those who answer ----------------------------------------------------------------------------------------
+    # --- for implementations ------------------------------------------------------------------------------------------
 
     def tell(self, event: ChatEvent) -> None:
-        """Put an event into the queue that the interface drains."""
+        """Queue an event for the interface."""
         self._events.append(event)
 
     def _accept(self, turn: Turn) -> None:
-        """Begin or queue a turn. Called under the lock."""
+        """Start or queue a turn. Called with the lock held."""
         self._queue.append(turn)
         self._lock.notify()
 
     def _queued(self, has_ended: Callable[[], bool]) -> Iterator[Turn]:
-        """The turns that were queued, in order, as they come; whoever changes what ends this notifies `_lock`."""
+        """Yield queued turns in order, as they arrive; whoever changes `has_ended` notifies `_lock`."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._queue or has_ended())
@@ -275,7 +275,7 @@ class ChatBackend(ABC):
             yield turn
 
     def _end(self, turn: int, event: Done | Failed | None = None) -> None:
-        """Tell of the end of a turn, unless that was done; without an event it was stopped."""
+        """Report the end of a turn, unless already reported; without an event, it was stopped."""
         with self._lock:
             if self._running.pop(turn, self) is self:
                 return

@@ -1,6 +1,6 @@
-"""Where things live on this machine (XDG), how a small file there is read and replaced; what a file's name says.
+"""File locations (XDG), reading and atomically replacing small files, and what a file's name tells.
 
-`LOCALLLM_HOME`, when set, puts data, cache, config and state below one folder: used by tests and portable installs.
+`LOCALLLM_HOME`, when set, puts data, cache, config and state in one folder, for tests and portable installs.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any
 
 if os.environ.get("HOME") == "":
-    del os.environ["HOME"]  # it names no folder, and `/.cache` is not ours: the user's record in the system does
+    del os.environ["HOME"]  # an empty HOME would make `/.cache` ours; without it, the user database is asked
 
 
 def _below(kind: str, name: str = "") -> Path:
     home = os.environ.get("LOCALLLM_HOME")
     if home:
         return Path(home) / kind
-    import platformdirs  # a bare machine that runs `benchmarks/gpu.py` has none
+    import platformdirs  # not installed where only `benchmarks/gpu.py` runs
 
     return Path(getattr(platformdirs, f"user_{name or kind}_dir")("localllm"))  # this default needs a HOME
 
 
 def data_dir() -> Path:
-    """Chats, saved benches and models that came from a package index."""
+    """Chats, saved benchmarks and models from a package index."""
     return _below("data")
 
 
 def models_dir() -> Path:
-    """Models that came from a package index: `<name>/<file>.gguf`."""
+    """Models from a package index: `<name>/<file>.gguf`."""
     return data_dir() / "models"
 
 
 def cache_dir() -> Path:
-    """Derived files that can be made again: compiled kernels, rebuilt tokenizers, memory profiles."""
+    """Derived files that can be recreated: compiled kernels, rebuilt tokenizers, memory profiles."""
     return _below("cache")
 
 
@@ -46,12 +46,12 @@ def config_file() -> Path:
 
 
 def state_dir() -> Path:
-    """Logs, prompt history, the model used last."""
+    """Logs, prompt history, the last model used."""
     return _below("state")
 
 
 def runtime_dir() -> Path:
-    """What lives as long as a process does: who serves where."""
+    """Files that live as long as a process: which process serves where."""
     return _below("run", "runtime")
 
 
@@ -61,25 +61,25 @@ def log_dir() -> Path:
 
 
 def is_projector(name: str) -> bool:
-    """Whether a GGUF file's name says that it holds an image tower (mmproj), not a model."""
+    """Whether a GGUF file's name marks it as an image tower (mmproj), not a model."""
     return "mmproj" in name.lower()
 
 
 def projector_rank(name: str) -> int:
-    """Which of several such files is taken: the lowest, by what they are stored as."""
+    """Rank of an mmproj file among several: the lowest is used, by stored format."""
     kinds = ("bf16", "f16", "q8_0", "f32")  # the first two are as exact as the tower was trained
     return next((rank for rank, kind in enumerate(kinds) if kind in name.lower()), len(kinds))
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def home_short(path: Path) -> str:
-    """A path with ~ for the home folder: what is shown may be pasted into an issue."""
+    """A path with ~ for the home folder, so that output can be pasted into an issue."""
     home = os.path.expanduser("~")
     text = str(path)
     return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
@@ -88,13 +88,13 @@ def home_short(path: Path) -> str:
 def replace_file(
     path: Path, content: str | bytes, *, mode: int | None = None, sync: bool = False, suffix: str = ".part"
 ) -> None:
-    """Write a file and its folder in one step: readers see the old content or the new, and a kill leaves either.
+    """Write a file atomically, creating its folder: readers and a kill see either the old content or the new.
 
-    mode     permissions; None: as the user's umask says
-    sync     wait until it is on the disk
-    suffix   ends the name of the file while it is being written
+    mode     permissions; None: as set by the umask
+    sync     wait until the data is on disk
+    suffix   end of the temporary file's name
 
-    Raises OSError; nothing is left beside the old file then.
+    Raises OSError and removes the temporary file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{suffix}")
@@ -114,21 +114,21 @@ def replace_file(
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
-    """The whole of a regular file.
+    """Read a whole regular file.
 
-    Raises OSError for a longer one, and for a pipe or a device, which might never end.
+    Raises OSError for a longer file, and for a pipe or a device, which might never end.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
 
 
 def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
-    """A small JSON object; {} when it is missing, longer than `max_bytes`, unreadable or something else."""
+    """Read a small JSON object; {} when it is missing, longer than `max_bytes`, unreadable or no object."""
     try:
         value = json.loads(read_small(path, max_bytes))
     except (OSError, ValueError, RecursionError):
@@ -137,7 +137,7 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
 
 
 def toml_beside(module: str, name: str) -> dict[str, Any]:
-    """A TOML file of the program's own data, beside the module whose `__file__` is given."""
+    """Read one of the program's own TOML files, next to the module whose `__file__` is given."""
     import tomllib
 
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))

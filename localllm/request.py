@@ -1,4 +1,4 @@
-"""Plain values that cross layers: what is asked, and what comes back. No torch, no text processing.
+"""Plain values shared by all layers: requests and results. No torch, no text processing.
 
 The engine takes a `Request` and publishes `TokenEvent`s.
 """
@@ -12,15 +12,15 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from localllm.errors import ConfigError, ContextTooLong, InvalidRequest
 
-IMAGE_PIXELS = 50_000_000  # of an image that is decoded
+IMAGE_PIXELS = 50_000_000  # limit for an image to be decoded
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Message(TypedDict, total=False):
-    """One chat message, in the OpenAI shape. `role` and `content` are always there."""
+    """One chat message in the OpenAI shape. `role` and `content` are always present."""
 
     role: str
-    # text; or a user's message in parts, {"type": "text" | "image_url", ...}, where it has images
+    # text, or for a user's message with images a list of parts, {"type": "text" | "image_url", ...}
     content: Any
     name: str
     reasoning_content: str
@@ -36,20 +36,20 @@ def text_of(content: Any) -> str:
 
 
 def num_images(messages: Iterable[Message]) -> int:
-    """The images in the messages."""
+    """Number of images in the messages."""
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return sum(part.get("type") == "image_url" for parts in lists for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer's content must be. `grammar` compiles it; the answer then cannot be anything else."""
+    """A constraint on an answer's content, compiled by `grammar` and enforced while sampling."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
-    # a JSON schema; None; a regular expression that matches the whole answer; Lark or GBNF text; a list of texts
+    # a JSON schema; None; a regular expression for the whole answer; Lark or GBNF text; a list of texts
     value: Any = None
-    lenient: bool = False  # a JSON schema's keywords that cannot be enforced are left out instead of refused
-    param: str = "response_format"  # the field of the request it came from, for errors
+    lenient: bool = False  # drop JSON schema keywords that cannot be enforced, instead of refusing them
+    param: str = "response_format"  # the request field it came from, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class ToolUse:
 
     # in the OpenAI shape: {"type": "function", "function": {"name", "description", "parameters"}}
     tools: tuple[Mapping[str, Any], ...]
-    choice: str = "auto"  # auto | none | required: the model decides, calls none, calls at least one of them
-    only: tuple[str, ...] = ()  # names that may be called; empty: all
-    parallel: bool = True  # several calls in one answer
+    choice: str = "auto"  # auto: the model decides; none: no calls; required: at least one call
+    only: tuple[str, ...] = ()  # names that may be called; empty for all
+    parallel: bool = True  # allow several calls in one answer
 
 
 class FinishReason(StrEnum):
@@ -74,7 +74,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers a setting may have: from `low`, or above it where it is `open`, to `high`."""
+    """A range of numbers from `low` (excluded if `open`) to `high`."""
 
     low: float
     high: float
@@ -95,7 +95,7 @@ class Range:
 
 MAX_INT32 = 2**31 - 1
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 16, 256, 1024
-# What `SamplingParams` checks, and what settings, schemas and options take their limits and their words from.
+# checked by `SamplingParams`; settings, schemas and options take their limits and help from here
 RANGES = {
     "temperature": Range(0, 100, "0 is greedy"),
     "top_k": Range(-1, MAX_INT32, "0 or -1 is off", whole=True),
@@ -105,19 +105,19 @@ RANGES = {
     "repetition_penalty": Range(0, 100, "1 is off; over prompt and output", open=True),
     "presence_penalty": Range(-2, 2, "0 is off; over the output"),
     "frequency_penalty": Range(-2, 2, "0 is off; over the output"),
-    "dry_multiplier": Range(0, 100, "0 is off; penalizes a token that would lengthen a repetition"),
-    "dry_base": Range(1, 100, "growth of that penalty with every token of the repetition"),
-    "dry_allowed_length": Range(1, MAX_INT32, "repetitions up to this length are free", whole=True),
-    "xtc_probability": Range(0, 1, "chance, per token, to drop all but the least likely of those above the threshold"),
-    "xtc_threshold": Range(0, 1, "probability from which XTC counts a token"),
+    "dry_multiplier": Range(0, 100, "0 is off; penalizes tokens that would extend a repetition"),
+    "dry_base": Range(1, 100, "growth of that penalty per repeated token"),
+    "dry_allowed_length": Range(1, MAX_INT32, "repetitions up to this length are not penalized", whole=True),
+    "xtc_probability": Range(0, 1, "chance, per token, to keep only the least likely token above the threshold"),
+    "xtc_threshold": Range(0, 1, "minimum probability for XTC to count a token"),
     "seed": Range(-(2**63), 2**63 - 1, "same seed, same text", whole=True),
-    "n": Range(1, 128, "answers to one prompt; child i uses seed + i", whole=True),
-    "max_tokens": Range(1, MAX_INT32, "unset: the rest of the context", whole=True),
-    "min_tokens": Range(0, MAX_INT32, "no stop of any kind before this many tokens", whole=True),
-    "logprobs": Range(0, 20, "the chosen token and the k most likely; raw, before penalties", whole=True),
-    "prompt_logprobs": Range(0, 20, "the same for every prompt token; the prefix cache is not read", whole=True),
+    "n": Range(1, 128, "number of answers; answer i uses seed + i", whole=True),
+    "max_tokens": Range(1, MAX_INT32, "maximum tokens to generate; unset: the rest of the context", whole=True),
+    "min_tokens": Range(0, MAX_INT32, "never stop before this many tokens", whole=True),
+    "logprobs": Range(0, 20, "log-probabilities of the chosen token and the k likeliest, before penalties", whole=True),
+    "prompt_logprobs": Range(0, 20, "the same for every prompt token, computed without the prefix cache", whole=True),
     "prompt_logprobs_from": Range(
-        0, MAX_INT32, "the first prompt token that has them; earlier ones may be cached", whole=True
+        0, MAX_INT32, "first prompt token to return them for; earlier tokens may come from the cache", whole=True
     ),
 }
 _BIAS = Range(-100, 100, "added to the logit of a token")
@@ -125,10 +125,10 @@ _BIAS = Range(-100, 100, "added to the logit of a token")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop; ranges and meanings stand in `RANGES`.
+    """How to choose the next token and when to stop; ranges and meanings are in `RANGES`.
 
     Order of application: penalties and bias (repetition, presence, frequency, logit_bias, DRY), temperature,
-    then the cuts top-k, top-p, min-p, typical-p and XTC, then one draw from what is left.
+    then the cuts top-k, top-p, min-p, typical-p and XTC, then one draw from the remaining tokens.
     """
 
     temperature: float = 1.0
@@ -146,10 +146,10 @@ class SamplingParams:
     dry_breakers: tuple[int, ...] = ()  # token ids that end a repetition
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    seed: int | None = None  # None draws one per request
+    seed: int | None = None  # None: a random seed per request
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # stop strings, not part of the text
+    stop: tuple[str, ...] = ()  # stop strings, excluded from the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -159,7 +159,7 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
 
     def check(self, vocab_size: int) -> None:
-        """Raise InvalidRequest for the first value out of its range; its `param` names the field."""
+        """Raise InvalidRequest for the first value out of range; its `param` names the field."""
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value not in allowed and not (value is None and name in _MAY_BE_UNSET):
@@ -186,22 +186,22 @@ _MAY_BE_UNSET = {f.name for f in fields(SamplingParams) if f.default is None}
 
 
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequest for an id that the vocabulary does not have."""
+    """Raise InvalidRequest for an id outside the vocabulary."""
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             limit = f"ids from 0 to {vocab_size - 1}"
             raise InvalidRequest(
-                f"{name} names token {token!r:.40}, the model has {limit}", f"give {name} {limit}", param=name
+                f"{name} has token id {token!r:.40}, but the model has {limit}", f"pass {name} {limit}", param=name
             )
 
 
 def _refused(name: str, value: object, limit: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {str(value)[:80]}, it must be {limit}", f"give {name} {limit}", param=name)
+    return InvalidRequest(f"{name} is {str(value)[:80]}, it must be {limit}", f"pass {name} {limit}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability, with the most likely alternatives, best first."""
+    """One token's log-probability, with the likeliest alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -227,88 +227,89 @@ class Timing:
     total_s: float = 0.0
     prefill_tps: float = 0.0
     decode_tps: float = 0.0
-    num_preemptions: int = 0  # how often it was put back to make room
-    draft_tokens: int = 0  # guessed tokens that were checked
-    accepted_tokens: int = 0  # those of them that were right
-    drafters: tuple[str, ...] = ()  # who guessed
+    num_preemptions: int = 0  # how often the request was preempted
+    draft_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    drafters: tuple[str, ...] = ()  # where the draft tokens came from
 
 
 class StopCheck(Protocol):
-    """Made by `tokenizer`, called by the engine in `commit`: decodes an answer's ids and finds its stop strings."""
+    """Decodes an answer's ids and finds its stop strings. Made by `tokenizer`, called by the engine in `commit`."""
 
     @property
     def stop_text(self) -> str | None: ...
 
     def accept(self, token_id: int) -> bool:
-        """Take one id. Whether a stop string has ended the text."""
+        """Accept one id; return whether a stop string has ended the text."""
 
     def take(self, last: bool = False) -> str:
-        """The text since the last call that will not be taken back; with `last` all that is left."""
+        """Return the new text that can no longer change; with `last`, everything that is left."""
 
     def fork(self) -> StopCheck:
-        """A fresh one with the same settings, for another child of the same request."""
+        """A fresh copy with the same settings, for another child of the same request."""
 
 
 class TokenMask(Protocol):
-    """Made by `grammar`, called by the engine in its thread: which tokens may come next."""
+    """Says which tokens may come next. Made by `grammar`, called in the engine's thread."""
 
     def fill(self, bitmask_row: Any) -> bool:
         """Write the allowed ids as bits into an int32 row of ceil(vocab / 32) words.
 
-        False: all ids are allowed, the row was left alone. Raises ConstraintUnmet when none is, or at a limit.
+        Returns False when all ids are allowed; the row is then unchanged. Raises ConstraintUnmet when no id is
+        allowed, or at a limit.
         """
 
     def accept(self, token_id: int) -> None:
-        """Advance past one id. Raises ConstraintUnmet for one that was not allowed."""
+        """Advance past one id. Raises ConstraintUnmet when it was not allowed."""
 
     def jump_forward(self, last: int | None = None) -> list[int]:
-        """Ids that must come next, in the spelling that the tokenizer would choose; none where there is a choice.
+        """Ids that must come next, spelled as the tokenizer would spell them; empty where there is a choice.
 
-        last  the id accepted just now: the ids begin with it, or with others of the same text that take its place,
-              where the tokenizer would spell it and what is forced after it otherwise
+        last  the id accepted just now: the result starts with it, or with ids of the same text that replace it where
+              the tokenizer would spell it differently together with the forced text
 
-        Nothing is accepted or taken back. An engine that gives logits for every token may ignore them.
+        Changes no state. An engine that computes logits for every token may ignore the result.
         """
 
     @property
     def is_done(self) -> bool:
-        """Nothing but the end may follow: the sequence ends here, also where end tokens are ignored."""
+        """Whether only the end may follow: the sequence then ends, even where end tokens are ignored."""
 
     def fork(self) -> TokenMask:
-        """One in the same state that goes its own way, for another child of the same request."""
+        """An independent copy in the same state, for another child of the same request."""
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` accepted ids back (at most 64): drafts that were refused."""
+        """Undo the last `count` accepted ids (at most 64): rejected draft tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptImage:
-    """An image in a prompt: tokens [start, end), which the engine computes from its pixels."""
+    """An image in a prompt: tokens [start, end), computed by the engine from its pixels."""
 
     start: int
     end: int
-    pixels: Any  # numpy uint8 [height, width, 3], as the model's tower takes it; None once `vectors` are there
+    pixels: Any  # numpy uint8 [height, width, 3], as the model's image tower takes it; None once `vectors` is set
     digest: bytes  # of the pixels and their shape
-    # rows and columns of its tokens where positions count them; None: positions count the tokens
+    # rows and columns of its tokens, where positions follow them; None: positions count tokens
     grid: tuple[int, int] | None = None
-    causal: bool = False  # a token sees only those before it: the image may be computed in pieces
-    vectors: Any = None  # what the tower made of them: kept as long as the request
+    causal: bool = False  # a token attends only to earlier ones, so the image may be computed in pieces
+    vectors: Any = None  # the tower's output, kept as long as the request
 
     @property
     def shift(self) -> int:
-        """By how much positions behind it are lower than without a grid, negative."""
+        """How much lower later positions are than without a grid; zero or negative."""
         return 0 if self.grid is None else max(self.grid) - (self.end - self.start)
 
     def key(self, position: int) -> int:
-        """What the prefix cache takes for the token at `position`: no token's id, and no other image's."""
+        """The prefix-cache key of the token at `position`: differs from all token ids and from other images."""
         return -1 - int.from_bytes(self.digest[:12], "big") * (self.end - self.start) - (position - self.start)
 
 
 def open_image(data: bytes, where: str = "image") -> tuple[str, Any]:
-    """A file's format, one of IMAGE_FORMATS, and its first image, upright: a PIL image of mode RGB.
+    """Return a file's format (one of IMAGE_FORMATS) and its first image, upright, as a PIL image of mode RGB.
 
-    What the header says is checked before anything is decoded. Raises InvalidRequest, its `param` `where`: too large,
-    damaged, unknown; ConfigError without Pillow.
+    Checks the header before decoding. Raises InvalidRequest with `param` `where` for an image that is too large,
+    damaged or of an unknown format; ConfigError without Pillow.
     """
     import io
     import warnings
@@ -317,25 +318,25 @@ def open_image(data: bytes, where: str = "image") -> tuple[str, Any]:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError("images need the package pillow", "pip install 'localllm[images]'") from None
-    hint = f"send {', '.join(IMAGE_FORMATS)} of at most {IMAGE_PIXELS:,} pixels"
+    hint = f"send {', '.join(IMAGE_FORMATS)} with at most {IMAGE_PIXELS:,} pixels"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
             image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise InvalidRequest(f"an image has more than {IMAGE_PIXELS:,} pixels", hint, param=where) from error
-    except Exception as error:  # whatever a damaged header brings about
-        what = f"an image is damaged, or none of {', '.join(IMAGE_FORMATS)}"
+    except Exception as error:  # a damaged header can raise anything
+        what = f"an image is damaged, or not in one of the formats {', '.join(IMAGE_FORMATS)}"
         raise InvalidRequest(what, hint, param=where) from error
     width, height = image.size
     if width * height > IMAGE_PIXELS:
-        what = f"an image has {width:,} x {height:,} pixels, {IMAGE_PIXELS:,} in all are allowed"
+        what = f"an image has {width:,} x {height:,} pixels; the limit is {IMAGE_PIXELS:,} in total"
         raise InvalidRequest(what, hint, param=where)
     try:
         image.load()
         return str(image.format), ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:
-        raise InvalidRequest("an image is damaged or cut off", "send the whole file", param=where) from error
+        raise InvalidRequest("an image is damaged or truncated", "send the whole file", param=where) from error
 
 
 class PromptTokens(list[int]):
@@ -346,7 +347,7 @@ class PromptTokens(list[int]):
 
 @dataclass(slots=True)
 class Request:
-    """What the engine is asked. Token ids only."""
+    """A request to the engine. Token ids only."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -357,32 +358,32 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     use_prefix_cache: bool = True
-    adapter: str = ""  # the name of the one it goes through; "": the model as it is
-    score: bool = False  # publish the float32 log-probabilities of every prompt row, generate nothing
-    # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
+    adapter: str = ""  # name of the adapter to use; "": the base model
+    score: bool = False  # publish the float32 log-probabilities of every prompt row; generate nothing
+    # publish the mean, first or last of the prompt's normed hidden states; generate nothing
     pooling: Literal["", "mean", "cls", "last"] = ""
     score_chunk: int = 256  # rows per published piece when `score`
-    images: tuple[PromptImage, ...] = ()  # in order; the last token of the prompt is never one of theirs
+    images: tuple[PromptImage, ...] = ()  # in order; the last prompt token never belongs to one
 
     @property
     def only_reads(self) -> bool:
         return self.score or self.pooling != ""
 
     def check(self, vocab_size: int, max_context: int, largest_context: int = 0) -> None:
-        """Raise InvalidRequest or ContextTooLong when it can never run.
+        """Raise InvalidRequest or ContextTooLong when the request can never run.
 
-        largest_context   what --ctx could be here; 0 when that is not known
+        largest_context   the largest possible --ctx; 0 when unknown
         """
         self.params.check(vocab_size)
         count = len(self.prompt_token_ids)
         if count == 0:
-            raise InvalidRequest("the prompt is empty", "give at least one token of text", param="prompt")
-        # one token after a prompt whose log-probabilities are asked for is made of its last row, and takes no room
+            raise InvalidRequest("the prompt is empty", "send at least one token of text", param="prompt")
+        # with prompt log-probabilities only, the one generated token comes from the prompt's last row and takes no room
         only_scores = self.params.prompt_logprobs is not None and self.params.max_tokens == 1
         if count > max_context - (not self.only_reads and not only_scores):
-            spare = "" if count > max_context else ", one of them for the answer"
+            spare = "" if count > max_context else ", including one for the answer"
             raise ContextTooLong(
-                f"the prompt has {count:,} tokens, the context window holds {max_context:,}{spare}",
+                f"the prompt has {count:,} tokens, but the context window holds {max_context:,}{spare}",
                 _room_for(count, largest_context),
                 context={"prompt_tokens": count, "max_context": max_context},
                 param="messages",
@@ -391,40 +392,40 @@ class Request:
 
 
 def embeds_only(name: str) -> InvalidRequest:
-    """The refusal of a model that gives vectors to generate text."""
+    """The error for asking an embedding model to generate text."""
     return InvalidRequest(
-        f"{name} embeds text: it generates none",
-        "ask it at /v1/embeddings, /api/embed or /rerank, or with LLM.embed; localllm ls lists models that chat",
+        f"{name} is an embedding model: it cannot generate text",
+        "use /v1/embeddings, /api/embed, /rerank or LLM.embed; `localllm ls` lists models that chat",
         param="model",
     )
 
 
 def _room_for(count: int, largest_context: int) -> str:
-    """How a prompt of `count` tokens could be answered."""
+    """A hint on how to answer a prompt of `count` tokens."""
     wanted = -(-(count + 256) // 1024) * 1024
     if not largest_context or wanted <= largest_context:
         return f"start with --ctx {wanted}, or shorten the prompt"
     if count < largest_context:
         return f"start with --ctx {largest_context}, or shorten the prompt"
-    return f"shorten the prompt: no --ctx above {largest_context:,} is possible here"
+    return f"shorten the prompt: --ctx cannot exceed {largest_context:,} here"
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """What the engine publishes, once per step and sequence. The last one of a sequence has a `finish_reason`."""
+    """Published by the engine once per step and sequence. The last event of a sequence has a `finish_reason`."""
 
     request_id: str
     index: int = 0  # which of the n answers
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token id or string that stopped it
-    text: str | None = None  # what the request's stop check made of the ids; None: nobody has decoded them
+    stop_reason: int | str | None = None  # the token id or string that stopped the sequence
+    text: str | None = None  # text from the request's stop check; None: nothing has decoded the ids
     prompt_logprobs: list[TokenLogprob | None] | None = None
     scores: Any = None  # numpy float32 [rows, vocab], only for `score` requests
     pooled: Any = None  # numpy float32 [hidden], only for `pooling` requests
-    prefill: tuple[int, int] | None = None  # (prompt tokens done, of how many)
-    cached_tokens: int | None = None  # of the prompt, from the prefix cache; in the first event
+    prefill: tuple[int, int] | None = None  # (prompt tokens done, total)
+    cached_tokens: int | None = None  # prompt tokens from the prefix cache; in the first event
     usage: Usage | None = None
     timing: Timing | None = None
     error: Exception | None = None
@@ -432,9 +433,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready.
+    """A slow phase before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready.
 
-    And, while it is closed, keep: weights are written to the disk for the next start; `detail` says why they are not.
+    On closing, also keep: repacked weights are saved for the next start; `detail` says why when they are not.
     """
 
     name: str

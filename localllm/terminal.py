@@ -1,7 +1,7 @@
-"""What a terminal may be shown: foreign text made harmless, cell widths, what a stream can do. No Rich, no Textual.
+"""Terminal output: cleaning foreign text, cell widths, stream capabilities, formatting. No Rich, no Textual.
 
-Model output, model names, file names and hub texts are untrusted: `clean` and `Cleaner` take out everything a terminal
-would obey (ESC, C0 and C1 controls, BEL, lone carriage returns) or that would reorder what is read (bidi controls).
+Model output, model names, file names and hub texts are untrusted: `clean` and `Cleaner` remove everything a terminal
+would obey (ESC, C0 and C1 controls, BEL, lone carriage returns) and bidi controls, which reorder text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import unicodedata
 from contextlib import suppress
 from typing import IO
 
-# Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal.
+# combining marks kept per base character; no script needs more, and 10^5 of them freeze a terminal
 MAX_COMBINING = 16
 
 GIB = 1 << 30
@@ -28,13 +28,13 @@ _JSON_ESCAPED = re.compile("[" + "".join(f"\\u{code:04x}" for code in [*range(0x
 
 
 class Cleaner:
-    """`clean` for text that arrives in pieces: the count of combining marks goes on across them."""
+    """`clean` for text that arrives in pieces: combining marks are counted across them."""
 
     def __init__(self) -> None:
         self._marks = 0
 
     def push(self, text: str) -> str:
-        """The harmless form of the next piece."""
+        """Return the cleaned form of the next piece."""
         text = text.translate(_TABLE)
         if text.isascii():
             if text:
@@ -53,22 +53,22 @@ class Cleaner:
 
 
 def clean(text: str) -> str:
-    """`text` without anything a terminal obeys; newlines and tabs stay."""
+    """Remove everything from `text` that a terminal obeys; newlines and tabs stay."""
     return Cleaner().push(text)
 
 
 def clean_line(text: str) -> str:
-    """`clean`, on one line: for names, titles and table cells."""
+    """`clean`, joined to one line: for names, titles and table cells."""
     return " ".join(clean(text).split())
 
 
 def json_safe(text: str) -> str:
-    """JSON text with C1 and bidi controls as escapes (C0 ones are escaped by `json.dumps` already)."""
+    """Escape C1 and bidi controls in JSON text (`json.dumps` has already escaped C0 controls)."""
     return _JSON_ESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def cell_width(text: str) -> int:
-    """Terminal cells of one line."""
+    """Terminal cells of a single line."""
     if text.isascii():
         return len(text)
     cells = 0
@@ -80,7 +80,7 @@ def cell_width(text: str) -> int:
 
 
 def fit(text: str, cells: int) -> str:
-    """`text` cut to at most `cells` cells, with an ellipsis where something was lost."""
+    """Cut `text` to at most `cells` cells, with an ellipsis where something was cut."""
     if cell_width(text) <= cells:
         return text
     kept, used = [], 0
@@ -102,8 +102,8 @@ def is_tty(stream: IO[str] | None) -> bool:
 
 
 def terminal_size() -> os.terminal_size:
-    """Columns and lines: COLUMNS and LINES, else of the terminal that stdout, stderr or stdin is; 80 × 24 without."""
-    for descriptor in (2, 0):  # stdout alone is asked by the standard library
+    """Columns and lines: COLUMNS and LINES, else those of the terminal on stdout, stderr or stdin, else 80 × 24."""
+    for descriptor in (2, 0):  # the standard library only asks stdout
         with suppress(OSError):
             if (size := os.get_terminal_size(descriptor)).columns:
                 return shutil.get_terminal_size(size)
@@ -111,24 +111,24 @@ def terminal_size() -> os.terminal_size:
 
 
 def dumb() -> bool:
-    """Whether the terminal says that it cannot do more than print."""
+    """Whether the terminal can only print (TERM=dumb)."""
     return os.environ.get("TERM", "") in ("dumb", "unknown")
 
 
 def no_color() -> bool:
-    """Whether the user wants no colour (no-color.org: set and not empty)."""
+    """Whether the user wants no color (no-color.org: set and not empty)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def is_utf8(stream: IO[str] | None) -> bool:
-    """Whether glyphs beyond ASCII can be written to a stream."""
+    """Whether characters beyond ASCII can be written to a stream."""
     return "utf" in (getattr(stream, "encoding", None) or sys.getdefaultencoding()).lower()
 
 
 def locale_encoding() -> str:
-    """The characters that the terminal takes, as the locale says; "utf-8" where it says nothing that is known.
+    """The character encoding of the locale; "utf-8" when it is unknown.
 
-    A stream's own encoding is not asked: Python takes UTF-8 for the locale C, which means ASCII.
+    The stream's own encoding is not used: Python takes UTF-8 for the locale C, which means ASCII.
     """
     try:
         return codecs.lookup(locale.nl_langinfo(locale.CODESET)).name
@@ -137,7 +137,7 @@ def locale_encoding() -> str:
 
 
 def gib(num_bytes: float, digits: int | None = None) -> str:
-    """Bytes for people, in binary units: '512 B', '98.4 MiB', '7.8 GiB'; with `digits` always in GiB: '0.10 GiB'."""
+    """Format bytes in binary units: '512 B', '98.4 MiB', '7.8 GiB'; with `digits`, always in GiB: '0.10 GiB'."""
     if digits is not None:
         return f"{num_bytes / GIB:.{digits}f} GiB"
     value = float(num_bytes)
@@ -149,7 +149,7 @@ def gib(num_bytes: float, digits: int | None = None) -> str:
 
 
 def tokens_short(count: int) -> str:
-    """A number of tokens for a meter: 512, 1.5k, 32k."""
+    """Format a number of tokens for a meter: 512, 1.5k, 32k."""
     if count < 1000:
         return str(count)
     if count % 1024 == 0:
@@ -158,17 +158,17 @@ def tokens_short(count: int) -> str:
 
 
 def params_short(count: int) -> str:
-    """A number of parameters: 7.6 B, 135 M."""
+    """Format a number of parameters: 7.6 B, 135 M."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
 def rate(value: float) -> str:
-    """Tokens a second, or seconds, for people: '0.7', '42'."""
+    """Format tokens per second, or seconds: '0.7', '42'."""
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def seconds_short(seconds: float) -> str:
-    """A duration for people: '0.4 s', '12 s', '2:43', '1:02:03'."""
+    """Format a duration: '0.4 s', '12 s', '2:43', '1:02:03'."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)

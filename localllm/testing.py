@@ -1,7 +1,7 @@
-"""Variables that only tests may set: invented machines, scripted engines. They do nothing without LOCALLLM_TESTING=1.
+"""Variables that only tests may set: invented machines, scripted engines. They are refused without LOCALLLM_TESTING=1.
 
-A user who finds one of them in a shell profile should hear of it, not get invented numbers: `refuse_outside_tests` is
-the first thing a command does.
+A user who has one of them in a shell profile must be told, not shown invented numbers: every command first calls
+`refuse_outside_tests`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import MappingProxyType
 
 from localllm.errors import ConfigError
 
-# Name -> what it does. The only list: settings, documentation and checks read it.
+# name -> what it does; settings, documentation and checks all read this list
 TEST_ONLY: Mapping[str, str] = MappingProxyType(
     {
-        "LOCALLLM_FAKE_HW": "an invented machine by name, for plan, doctor and the choice of models",
-        "LOCALLLM_FAULT": "step:N:oom, step:N:raise or step:N:hang: the engine's step N goes wrong so",
-        "LOCALLLM_ENGINE": "fake: scripted answers without a model (fake:tps=100:load=0.5 sets its pace)",
+        "LOCALLLM_FAKE_HW": "name of an invented machine for plan, doctor and the choice of models",
+        "LOCALLLM_FAULT": "step:N:oom, step:N:raise or step:N:hang: how the engine's step N fails",
+        "LOCALLLM_ENGINE": "fake: scripted answers without a model (fake:tps=100:load=0.5 sets the speed)",
     }
 )
-HANG_S = 30.0  # how long a step hangs that is told to
+HANG_S = 30.0  # duration of a `hang`
 
 
 def in_tests() -> bool:
@@ -39,7 +39,7 @@ def only_in_tests(name: str) -> str:
 
 
 def step_fault() -> Callable[[int], None] | None:
-    """What goes wrong in which step by LOCALLLM_FAULT, called with the number of each; None without it.
+    """The fault that LOCALLLM_FAULT configures, called with the number of each step; None without it.
 
     Raises ConfigError.
     """
@@ -49,7 +49,7 @@ def step_fault() -> Callable[[int], None] | None:
     found = re.fullmatch(r"step:(\d+):(oom|raise|hang)", given)
     if found is None:
         known = "step:N:oom, step:N:raise or step:N:hang"
-        raise ConfigError(f"LOCALLLM_FAULT={given[:40]} is not {known}", "`unset LOCALLLM_FAULT`")
+        raise ConfigError(f"LOCALLLM_FAULT must be {known}, not {given[:40]}", "`unset LOCALLLM_FAULT`")
     number, kind = int(found[1]), found[2]
 
     def fault(step: int) -> None:

@@ -1,6 +1,6 @@
-"""Requests to an OpenAI-compatible server, and what its answers mean.
+"""Requests to an OpenAI-compatible server, and the meaning of its responses.
 
-With the standard library's client: a larger one costs `run` 80 ms before its first token.
+Uses the standard library's client: a larger one costs `run` 80 ms before its first token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localllm.errors import LocalLLMError, ServerError
 from localllm.request import Usage
 
 CONNECT_S = 5.0
-FAILURES = (OSError, http.client.HTTPException, ValueError)  # of a server that does not answer, or not as one
+FAILURES = (OSError, http.client.HTTPException, ValueError)  # the server does not answer, or not in HTTP
 _CODES = {
     "context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401", "invalid_value": "E202",
     "invalid_json_schema": "E203", "does_not_fit": "E501", "engine_dead": "E601", "constraint_unmet": "E1001",
@@ -25,18 +25,18 @@ _CODES = {
 
 
 class Reply(NamedTuple):
-    """An answer whose body is still to be read, and the socket it comes through."""
+    """A response whose body is still unread, and its socket."""
 
     status: int
     body: http.client.HTTPResponse
     socket: socket.socket
 
     def json(self) -> Any:
-        """The body. Raises ValueError."""
+        """Parse the body. Raises ValueError."""
         return json.loads(self.body.read())
 
     def lines(self) -> Iterator[str]:
-        """The lines of the body as they come."""
+        """Yield the lines of the body as they arrive."""
         while line := self.body.readline():
             yield line.decode("utf-8", "replace").rstrip("\r\n")
 
@@ -53,10 +53,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Wire:
-    """The way to one server; no proxy of the environment stands between a chat and its own machine.
+    """A connection to one server; proxy variables of the environment are ignored.
 
     url   http://host:port or https://..., without /v1, or unix:/path
-    key   sent as a bearer token where the server wants one
+    key   sent as a bearer token, if not empty
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -64,9 +64,9 @@ class Wire:
 
     @contextmanager
     def send(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Iterator[Reply]:
-        """Ask, and hang up after the block. Raises one of FAILURES.
+        """Send a request; the connection closes after the block. Raises one of FAILURES.
 
-        timeout   seconds of silence; None waits for as long as the server lives
+        timeout   seconds of silence; None waits as long as the server lives
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"accept": "*/*", "connection": "close"}
@@ -78,13 +78,13 @@ class Wire:
             line: socket.socket = connection.sock
             line.settimeout(timeout)
             connection.request(method, prefix + path, data, headers)
-            with connection.getresponse() as response:  # it keeps the socket open where not all of it is read
+            with connection.getresponse() as response:  # closes the socket even if the body is not fully read
                 yield Reply(response.status, response, line)
         finally:
             connection.close()
 
     def get(self, path: str, timeout: float | None = CONNECT_S) -> tuple[int, bytes]:
-        """(status, body) of a GET. Raises one of FAILURES."""
+        """Return (status, body) of a GET. Raises one of FAILURES."""
         with self.send("GET", path, timeout=timeout) as reply:
             return reply.status, reply.body.read()
 
@@ -99,7 +99,7 @@ class Wire:
 
 
 def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events. Raises EOFError where it has no end."""
+    """Yield the objects of a server-sent event stream. Raises EOFError when the stream breaks off."""
     for line in lines:
         if line.startswith("data:"):
             text = line[5:].strip()
@@ -112,7 +112,7 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage:
-    """The `usage` of an answer."""
+    """The `usage` of a response."""
     prompt, completion = told.get("prompt_tokens_details") or {}, told.get("completion_tokens_details") or {}
     return Usage(
         int(told.get("prompt_tokens") or 0), int(prompt.get("cached_tokens") or 0),
@@ -121,18 +121,18 @@ def usage_of(told: Mapping[str, Any]) -> Usage:
 
 
 def refused(status: int, body: bytes) -> LocalLLMError:
-    """What a server's refusal means here."""
+    """Turn a server's error response into one of our errors."""
     try:
         error = json.loads(body)["error"]
         return meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
     except (ValueError, KeyError, TypeError):
-        return meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
+        return meant(f"the server returned HTTP {status}", {"code": "invalid_api_key" if status == 401 else ""})
 
 
 def meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
-    """The error of ours that a server's error stands for."""
+    """Turn a server's error object into one of our errors."""
     made = ServerError(message, hint, param=str(error.get("param") or ""))
     if known := _CODES.get(str(error.get("code") or "")):
         made.exit_code, made.number = int(known[1:-2]), int(known[-2:])
-        made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten it"}.get(known, made.hint)
+        made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten the prompt"}.get(known, made.hint)
     return made

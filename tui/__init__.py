@@ -1,1 +1,1 @@
-"""The full-screen interface: Textual only, sees a ChatBackend, never torch."""
+"""The full-screen interface: built on Textual, it sees a `ChatBackend` and never torch."""

@@ -20,11 +20,11 @@ class ChatApp(Frame):
 
     @property
     def chat(self) -> ChatScreen:
-        """The chat screen, also below a modal one."""
+        """The chat screen, even below a modal one."""
         return next(screen for screen in self.screen_stack if isinstance(screen, ChatScreen))
 
     def exit(self, *args: Any, **options: Any) -> None:
-        """Keep what there is of an answer."""
+        """Exit, keeping a partial answer."""
         if self.is_running:
             self.chat.give_up()
         super().exit(*args, **options)

@@ -1,4 +1,4 @@
-"""Characters that the terminal's encoding lacks, drawn as others of the same width: for locales that are not UTF-8."""
+"""Replaces characters that the terminal's encoding lacks with ASCII of the same width, for non-UTF-8 locales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-# One cell for one cell.
+# each replacement is one cell wide
 _MARKS = {
     **dict.fromkeys("─━┄┅┈┉╌╍═╴╶╸╺╼╾–—▔‐‑", "-"),
     **dict.fromkeys("│┃┆┇┊┋╎╏║╵╷╹╻╽╿▌▐▏▎▍▋▊▉·", "|"),
@@ -32,7 +32,7 @@ _MARKS = {
 
 @cache
 def plain(char: str) -> str:
-    """What stands for a character in ASCII, as wide as it is."""
+    """The ASCII replacement of a character, of the same width."""
     width = cell_len(char)
     if width == 0:
         return ""
@@ -51,19 +51,19 @@ codecs.register_error("localllm.plain", _replaced)
 
 
 class Encodable(LineFilter):
-    """Everything on the screen in the characters of one encoding."""
+    """Keeps everything on screen within one encoding's characters."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__()
         self._encoding = encoding
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """The segments of a line, each as wide as it was."""
+        """Convert the segments of a line, keeping their widths."""
         return [segment if segment.control or segment.text.isascii() else self._of(segment) for segment in segments]
 
     def _of(self, segment: Segment) -> Segment:
         text = segment.text.encode(self._encoding, "localllm.plain").decode(self._encoding)
         width = cell_len(segment.text)
-        if cell_len(text) != width:  # joined characters are narrower together than alone
+        if cell_len(text) != width:  # joined characters are narrower than their sum
             text = text[:width].ljust(width) if text.isascii() else "?" * width
         return Segment(text, segment.style)

@@ -1,4 +1,4 @@
-"""Models fetched while one chats: each by a process of this program's own `pull`, so that a stop keeps the parts."""
+"""Background downloads during a chat, each by a process running `pull`, so that stopping keeps partial files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from localllm.terminal import clean_line, gib
 
-# how this program is called, whatever the PATH says
+# how to call this program, regardless of PATH
 OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 
 
 async def start_own(*words: str, **streams: Any) -> Process:
-    """Start a command of this program, with nothing to read. Streams as of `asyncio.create_subprocess_exec`."""
+    """Start a command of this program without input. Streams as in `asyncio.create_subprocess_exec`."""
     return await asyncio.create_subprocess_exec(*OWN, *words, stdin=DEVNULL, limit=1 << 20, **streams)
 
 
 async def fetch(name: str, tell: Callable[[str], None]) -> None:
-    """Fetch a model; `tell` gets a line whenever there is something to say. The same download goes on where it was."""
+    """Download a model; `tell` receives progress lines. An earlier partial download is resumed."""
     process = await start_own("pull", name, "-y", "--progress", "json", stdout=DEVNULL, stderr=PIPE)
     assert process.stderr is not None
     shown, last = -1, ""
@@ -32,9 +32,9 @@ async def fetch(name: str, tell: Callable[[str], None]) -> None:
             done, total = _progress(last)
             if total and done * 20 // total != shown:
                 shown = done * 20 // total
-                tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
+                tell(f"downloading {clean_line(name)}: {gib(done)} of {gib(total)}")
         code = await process.wait()
-        end = "is here: ^O chooses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
+        end = "is downloaded: ^O to choose it" if code == 0 else f"could not be downloaded: {clean_line(last)[:200]}"
         tell(f"{clean_line(name)} {end}")
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
-"""The application without its screens: theme, keys, the terminal, what screens see of it.
+"""The application without its screens: theme, keys, terminal handling, and what screens need of it.
 
-Built on `ChatBackend` alone.
+Depends on `ChatBackend` alone.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from localllm.terminal import no_color
 from localllm.tui.keymap import Keymap
 from localllm.tui.terminal_input import InputParser
 
-HANGUP_S = 1.0  # between two looks whether the terminal is still there
+HANGUP_S = 1.0  # between checks that the terminal still exists
 GONE_S = 20.0
 HANGUP_EXIT = 128 + signal.SIGHUP
-ALWAYS = ("escape", "ctrl+c", "ctrl+q")  # keys that only ever stop, close or leave
+ALWAYS = ("escape", "ctrl+c", "ctrl+q")  # keys that can only stop, close or leave
 DRAIN_S = 0.1
-DRAIN_STILL_S = 0.25  # between two looks at the queue with animations off: nothing on the screen moves more often
+DRAIN_STILL_S = 0.25  # between looks at the queue with animations off: the screen changes no more often
 log = logging.getLogger("localllm.tui")
 
 
 @dataclass(frozen=True)
 class ScreenOptions:
-    """How the full screen begins.
+    """How the full screen starts.
 
-    name      what the backend is asked for at the start; None for the session's model
-    home      nothing is loaded before a chat or a model is chosen
-    log_file  what F12 shows
-    encoding  the characters that the terminal takes; others are drawn as ASCII
+    name      the model to request from the backend; None for the session's model
+    home      load nothing until a chat or a model is chosen
+    log_file  the file that F12 shows
+    encoding  the terminal's encoding; other characters are drawn as ASCII
     """
 
     ui: UiConfig = field(default_factory=UiConfig)
@@ -65,13 +65,13 @@ class ScreenOptions:
 
 
 class Frame(App[None]):
-    """What every screen finds under it.
+    """The base that every screen runs in.
 
-    failure        what the user is told at the end, when the interface failed
-    wants_restart  the command that opened the interface should start it again, with this chat
-    moving         whether anything on the screen may move by itself
-    ended          the exit code, when a signal or the loss of the terminal ended it
-    problems       settings that cannot be followed
+    failure        the error shown to the user at the end, if the interface failed
+    wants_restart  whether the command should start the interface again with this chat
+    moving         whether animations are on
+    ended          the exit code, if a signal or a lost terminal ended the program
+    problems       settings that cannot be applied
     """
 
     TITLE = "localllm"
@@ -82,7 +82,7 @@ class Frame(App[None]):
         self.session, self.options = session, options or ScreenOptions()
         ui = self.options.ui
         self._colorless = no_color()
-        # said here, because Textual chooses at this moment between no colour and grey
+        # set here, because Textual chooses between no color and grey at this point
         super().__init__(ansi_color=True if self._colorless else None)
         if self.options.encoding != "utf-8":
             from localllm.tui.ascii import Encodable
@@ -92,7 +92,7 @@ class Frame(App[None]):
         self.code_theme = ui.code_theme
         self.keymap = Keymap(ui.keys, self.options.keys)
         self.attention = Attention(ui.notify, self._to_terminal)
-        self._unseen = WeakSet[Screen[Any]]()  # screens until they are drawn; one may lie below another by then
+        self._unseen = WeakSet[Screen[Any]]()  # screens not drawn yet; one may already lie below another
         self._shown_at = 0.0
         self.failure: Exception | None = None
         self.wants_restart = False
@@ -102,13 +102,13 @@ class Frame(App[None]):
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
         if still:
             self.animation_level = "none"
-        self._begin_with_theme()
+        self._apply_theme()
         self.problems = self.keymap.problems
 
-    def _begin_with_theme(self) -> None:
-        """Colours from the start: setting `theme` later would parse every style sheet a second time."""
-        for name, colours in toml_beside(__file__, "themes.toml").items():
-            self.register_theme(Theme(name, **colours))
+    def _apply_theme(self) -> None:
+        """Set the theme before the start: setting `theme` later would parse every style sheet again."""
+        for name, colors in toml_beside(__file__, "themes.toml").items():
+            self.register_theme(Theme(name, **colors))
         self.set_reactive(App.theme, "ansi-dark" if self._colorless else self.options.ui.theme)
         theme = self.current_theme
         self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
@@ -117,14 +117,14 @@ class Frame(App[None]):
         self.stylesheet.set_variables(self.get_css_variables())
 
     def _build_driver(self, *args: Any, **options: Any) -> Driver:
-        """Each of Textual's drivers makes the parser that its module names."""
+        """Install our input parser: each of Textual's drivers uses the parser its module names."""
         driver = super()._build_driver(*args, **options)
         vars(sys.modules[type(driver).__module__])["XTermParser"] = InputParser
         return driver
 
     @property
     def size_classes(self) -> list[str]:
-        """What a screen of this size is: known from the start, nothing on it is styled a second time."""
+        """The size classes of a new screen, known before it is styled, so that nothing is styled twice."""
         breakpoints = ((self.size.width, self.HORIZONTAL_BREAKPOINTS), (self.size.height, self.VERTICAL_BREAKPOINTS))
         return [next(name for least, name in reversed(steps) if cells >= least) for cells, steps in breakpoints]
 
@@ -134,13 +134,13 @@ class Frame(App[None]):
         return {"column": str(column + 4 if column else 1000)}
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """None of Textual's: ours are in the palette."""
+        """None of Textual's commands: the palette has our own."""
         return ()
 
     def push_screen(self, screen: Any, *args: Any, **options: Any) -> Any:
-        """Keys that were typed before the screen is drawn are not for it."""
+        """Push a screen; keys typed before it is drawn do not reach it."""
         pushed = super().push_screen(screen, *args, **options)
-        if len(self.screen_stack) > 2:  # the first two are Textual's own and the chat
+        if len(self.screen_stack) > 2:  # the first two are Textual's default screen and the chat
             self._unseen.add(self.screen)
             self.screen.call_after_refresh(self._screen_is_seen, self.screen)
         return pushed
@@ -150,12 +150,12 @@ class Frame(App[None]):
         self._shown_at = time.monotonic()
 
     async def on_event(self, event: events.Event) -> None:
-        """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing.
+        """Keep keys from screens that appeared after they were typed: letters go to the draft, others are dropped.
 
-        A forwarded one comes back from a widget that had no use for it; a screen may have appeared meanwhile.
+        A forwarded key comes back from a widget that did not use it; a screen may have appeared in the meantime.
         """
         if isinstance(event, events.Key):
-            unseen = self.screen in self._unseen  # its widgets may not be there yet
+            unseen = self.screen in self._unseen  # its widgets may not exist yet
             if (
                 unseen
                 and event.key != "ctrl+q"
@@ -171,35 +171,35 @@ class Frame(App[None]):
         await super().on_event(event)
 
     def _list_has_no_room(self) -> bool:
-        """Whether keys may reach a list of no height: Textual's fails to find its page."""
+        """Whether a key could reach a list of zero height, on which Textual fails to page."""
         on_top = isinstance(self.screen, ModalScreen)
         lists = (one for one in self.screen.query(OptionList) if on_top or one.has_focus)
         return any(not one.scrollable_content_region for one in lists)
 
     def typed_before(self, character: str) -> None:
-        """Take a letter that was typed before the screen on top was there."""
+        """Take a letter that was typed before the top screen appeared."""
         raise NotImplementedError
 
     def before_key(self, event: events.Key) -> None:
-        """See that a key reaches something that is shown and takes it."""
+        """Make sure that a key reaches a visible widget that accepts it."""
         raise NotImplementedError
 
     def run(self, **options: Any) -> None:
-        """Signals end it as a key does: the terminal is put back, and the chat is saved."""
+        """Run; signals end the program like a key does: the terminal is restored and the chat is saved."""
         ours = (signal.SIGHUP, signal.SIGTERM)
-        # the driver takes the last two and keeps them: after the end they would draw without an event loop
+        # the driver replaces the last two and never restores them: later they would draw without an event loop
         before = {number: signal.getsignal(number) for number in (*ours, signal.SIGTSTP, signal.SIGCONT)}
         for number in ours:
             if before[number] is not signal.SIG_IGN:
-                signal.signal(number, self._told_to_end)
+                signal.signal(number, self._on_signal)
         try:
             super().run(**options)
         finally:
-            self._look_at_terminal()
+            self._check_terminal()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _told_to_end(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._loop is None:
             raise SystemExit(128 + number)
         self._loop.call_soon_threadsafe(self._end, 128 + number)
@@ -209,20 +209,20 @@ class Frame(App[None]):
         self.exit(return_code=code)
 
     def watch_terminal(self) -> None:
-        """End with a terminal that went away without SIGHUP: reading from it would spin indefinitely."""
+        """Exit when the terminal goes away without SIGHUP: reading from it would spin forever."""
         if not self.is_headless:
-            self.set_interval(HANGUP_S, self._look_at_terminal)
+            self.set_interval(HANGUP_S, self._check_terminal)
 
-    def _look_at_terminal(self) -> None:
+    def _check_terminal(self) -> None:
         if not _is_gone(0):
             return
         log.warning("the terminal is gone")
-        signal.signal(signal.SIGCONT, lambda *_: None)  # follows SIGHUP; Textual would begin once more
+        signal.signal(signal.SIGCONT, lambda *_: None)  # follows SIGHUP; Textual would start again
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in filter(_is_gone, (0, 1)):
             os.dup2(nothing, stream)
         os.close(nothing)
-        last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # if tidying up hangs on it
+        last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # in case shutdown hangs on the terminal
         last_resort.daemon = True
         last_resort.start()
         self._end(HANGUP_EXIT)
@@ -245,21 +245,21 @@ class Frame(App[None]):
         self.attention.end()
 
     def _handle_exception(self, error: Exception) -> None:
-        """Put the traceback into the log; `failure` is what the user is told."""
-        cause = getattr(error, "error", error)  # what a worker raised
-        if not self.is_running and isinstance(cause, NoMatches):  # the widgets go first when one leaves
+        """Log the traceback; `failure` becomes the user's message."""
+        cause = getattr(error, "error", error)  # the exception inside a worker's error
+        if not self.is_running and isinstance(cause, NoMatches):  # widgets go away first during shutdown
             return
         self.failure = error
         log.error("the interface failed", exc_info=error)
         super()._handle_exception(error)
 
     def _print_error_renderables(self) -> None:
-        """The command that opened the interface says one sentence instead."""
+        """Print nothing: the command that opened the interface prints one sentence instead."""
         self._exit_renderables.clear()
 
 
 def _is_gone(descriptor: int) -> bool:
-    """Whether what it leads to was hung up."""
+    """Whether the other end of a descriptor has hung up."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))

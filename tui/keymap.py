@@ -1,4 +1,4 @@
-"""Every key of the interface by the id it is bound under: `[keys]` in the settings and `--keys vim` change them."""
+"""Every key of the interface by id; `[keys]` in the settings and `--keys vim` change them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.paths import toml_beside
 
 
 class Key(NamedTuple):
-    """An action's keys, comma-separated, what it does, and what it belongs to: chat, prompt or browse."""
+    """An action's keys (comma-separated), its meaning, and where it belongs: chat, prompt or browse."""
 
     keys: str
     meaning: str
@@ -27,7 +27,7 @@ KEYS = {name: Key(where=where, **row) for where, rows in _TABLES.items() for nam
 
 
 class Keymap:
-    """The keys in force: the defaults, the style, the user's own. `problems` names what could not be used."""
+    """The keys in effect: defaults, style, and the user's own. `problems` lists invalid ones."""
 
     def __init__(self, style: str = "default", own: Mapping[str, str] | None = None) -> None:
         self.own = {**(VIM if style == "vim" else {}), **(own or {})}
@@ -42,19 +42,19 @@ class Keymap:
         return tuple(key.strip() for key in self.own.get(name, KEYS[name].keys).split(",") if key.strip())
 
     def label(self, name: str) -> str:
-        """The first of them, as it is shown: ^P, F1, esc."""
+        """The first key of a binding, as displayed: ^P, F1, esc."""
         return shown(self.keys(name)[0])
 
     def labels(self, name: str) -> str:
         return "  ".join(dict.fromkeys(shown(key) for key in self.keys(name) if not key.startswith("upper_")))
 
     def browse(self) -> dict[str, str]:
-        """Key -> id, of browse mode."""
+        """Key -> id for browse mode."""
         return {key: name for name in KEYS if KEYS[name].where == "browse" for key in self.keys(name)}
 
 
 def shown(key: str) -> str:
-    """A key for people."""
+    """Format a key for display."""
     *modifiers, last = key.split("+")
     name = format_key(last)
     if "ctrl" in modifiers and len(name) == 1 or last[0] == "f" and last[1:].isdigit():
@@ -64,7 +64,7 @@ def shown(key: str) -> str:
 
 
 def bindings() -> list[Binding]:
-    """The bindings of the chat screen, each with its id."""
+    """The key bindings of the chat screen, each with its id."""
     return [
         Binding(key.keys, key.action, key.meaning, show=False, priority=name == "app.interrupt", id=name)
         for name, key in KEYS.items()

@@ -1,4 +1,4 @@
-"""Ctrl+P: everything by name; also saved chats and local models."""
+"""Ctrl+P: everything by name, including saved chats and local models."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CHATS = 200
 ACTIONS = {
     "Models": "models.open", "Chats": "chats.open", "New chat": "chat.new", "Parameters": "params.open",
     "Engine": "engine.open", "Sidebar": "ui.sidebar", "Thinking": "ui.thinking", "Help": "app.help",
-    "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor", "Sent before": "prompt.search",
+    "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor", "Earlier messages": "prompt.search",
 }  # fmt: skip
 TYPED = {
     "Copy the last answer": "/copy", "Copy the last code block": "/copy code", "Answer again": "/regen",
-    "Continue the answer": "/continue", "Take the last question back": "/undo", "Export as Markdown": "/export md",
+    "Continue the answer": "/continue", "Take back the last question": "/undo", "Export as Markdown": "/export md",
     "Export as HTML": "/export html", "Export as JSON": "/export json", "Serve this model to other programs": "/serve",
-    "Stop serving": "/serve off", "What fills the context": "/ctx", "Statistics": "/stats", "Plan": "/plan",
-    "What is loaded": "/ps",
+    "Stop serving": "/serve off", "Context usage": "/ctx", "Statistics": "/stats", "Plan": "/plan",
+    "Loaded models": "/ps",
 }  # fmt: skip
 Row = tuple[str, str, Callable[[], Any]]
 
 
 class Everything(Provider):
-    """The commands of the program, the chats, the models. Rows are (name, meaning, what it does)."""
+    """The program's commands, the chats, the models. Rows are (name, help, action)."""
 
     @property
     def _chat(self) -> ChatScreen:
@@ -51,9 +51,9 @@ class Everything(Provider):
             yield name, meaning, partial(chat.run_action, KEYS[key].action)
         for name, command in TYPED.items():
             yield name, command, partial(chat.submit, command)
-        yield "Theme", "colours", app.search_themes
+        yield "Theme", "change the colors", app.search_themes
         yield "Screenshot", "write an SVG of this screen", app.deliver_screenshot
-        yield "Quit", "leave; the chat is saved", app.exit
+        yield "Quit", "quit; the chat is saved", app.exit
 
     def _lists(self) -> Iterator[Row]:
         for chat in self._chats:

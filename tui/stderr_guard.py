@@ -1,7 +1,7 @@
-"""Keeps what libraries and drivers write to file descriptor 2 off the screen: it goes to the log instead.
+"""Redirects file descriptor 2 to the log, so that output of libraries and drivers does not end up on the screen.
 
-Textual draws on `sys.__stderr__`. While the guard holds, that is a copy of the terminal under another number, and
-descriptor 2 is the log file: a driver's message survives there and nothing is written across the screen.
+Textual draws on `sys.__stderr__`. While the guard is active, that is a copy of the terminal under another number, and
+descriptor 2 is the log file, which keeps a driver's messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from localllm.terminal import locale_encoding
 
 
 class Terminal(io.FileIO):
-    """Drops what cannot be written once the terminal is gone: an exception would leave Textual's threads behind."""
+    """Drops output once the terminal is gone: an exception would leave Textual's threads running."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
@@ -29,7 +29,7 @@ class Terminal(io.FileIO):
 
 @contextmanager
 def stderr_to(log: Path) -> Iterator[None]:
-    """Point descriptor 2 at `log` (or at nothing, when that cannot be written) until the block ends."""
+    """Redirect descriptor 2 to `log` (or /dev/null when the log cannot be written) until the block ends."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

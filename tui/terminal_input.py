@@ -1,4 +1,4 @@
-"""What a terminal sends, where Textual's parser makes something else of it: Alt+Enter, and Esc in a pasted text."""
+"""Corrects Textual's parsing of terminal input: Alt+Enter, and Esc in pasted text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from textual.events import Key
 from textual.message import Message
 
 ESC = "\x1b"
-ALT_ENTER = (f"{ESC}\r", f"{ESC}\n")  # what terminals without the Kitty protocol send for it
+ALT_ENTER = (f"{ESC}\r", f"{ESC}\n")  # sent for Alt+Enter by terminals without the Kitty protocol
 
 
 class InputParser(XTermParser):
-    """Textual's makes Enter of Alt+Enter, and keys, Enter among them, of what follows an Esc in a pasted text."""
+    """Textual's parser turns Alt+Enter into Enter, and text after a pasted Esc into keys, including Enter."""
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
-        self._pasted: str | None = None  # so far; None outside a paste
-        self._seen = ""  # the end of what was read, which may be half of the mark that begins a paste
+        self._pasted: str | None = None  # pasted text so far; None outside a paste
+        self._seen = ""  # the end of the input, which may be half of a paste's start mark
 
     def feed(self, data: str) -> Iterable[Message]:
-        """A pasted text is handed on in one piece and without Esc."""
+        """Pass a pasted text on in one piece and without Esc."""
         if not data:
             yield from super().feed(data)
         while data:

@@ -1,1 +1,1 @@
-"""A chat's back end three times: in this process, over HTTP, and scripted for tests and pictures."""
+"""Three implementations of `ChatBackend`: in this process, over HTTP, and scripted for tests and screenshots."""

@@ -1,7 +1,7 @@
-"""`ChatBackend` in process: one `LLM`, loaded in a thread of its own, its pieces turned into `ChatEvent`s.
+"""`ChatBackend` in process: one `LLM`, loaded in its own thread, its output turned into `ChatEvent`s.
 
-Importing this loads no torch; `start` does, in its thread. A turn sent before the model is ready waits for it; a turn
-ends in exactly one `Done` or `Failed`, also when loading fails or the backend closes.
+Importing this does not load torch; `start` does, in its thread. A turn sent before the model is ready waits for it; a
+turn ends in exactly one `Done` or `Failed`, even when loading fails or the backend closes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 class InProcessBackend(ChatBackend):
     """See `interface.ChatBackend`.
 
-    default_params   how turns without parameters are sampled; None: what the model's files recommend
+    default_params   sampling of turns without parameters; None: as the model's files recommend
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
-    constraint       what every answer's content must be
-    on_loaded        called in the backend's thread with the name and the model that is ready
-    on_keep          the end waits for weights that are kept on the disk, and calls this there: with nothing when that
-                     takes time, Ctrl-C ends it; with why they are not kept. None: the end waits for nothing
-    settings         fields of `EngineOptions` that differ from `options`
+    constraint       the constraint on every answer
+    on_loaded        called in the backend's thread with the name and the loaded model
+    on_keep          closing waits until repacked weights are saved to disk, and calls this: with "" when saving takes
+                     time (Ctrl-C skips it), or with the reason why they are not saved. None: closing does not wait
+    settings         fields of `EngineOptions` that override `options`
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class InProcessBackend(ChatBackend):
         self._offline = offline
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
-        self.llm: LLM | None = None  # while one is ready; also for an endpoint beside the chat
-        self._keeping: LLM | None = None  # whose weights the end waits for
+        self.llm: LLM | None = None  # while ready; also used by the chat's endpoint
+        self._keeping: LLM | None = None  # the model whose weights closing waits for
         self._takes_turns = False
-        self._failure: Failed | None = None  # why the model did not load
-        self._stop = threading.Event()  # ends the present thread, also while it loads
+        self._failure: Failed | None = None  # why the model failed to load
+        self._stop = threading.Event()  # ends the current thread, even while it loads
         self._thread: threading.Thread | None = None
-        self._ended = threading.Event()  # that thread
+        self._ended = threading.Event()  # set when that thread ends
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
-        """Load in a thread; phases arrive as events. A second start replaces the first model, whose turns end."""
+        """Load in a thread; phases arrive as events. A second start replaces the first model and ends its turns."""
         self._stop.set()
         with self._lock:
             self._queue.clear()
@@ -107,22 +107,22 @@ class InProcessBackend(ChatBackend):
             running.abort()
 
     def rest(self) -> None:
-        """No kernels are timed any more while nobody asks."""
+        """Stop kernel timing in idle moments."""
         llm = self.llm
         if llm is not None:
-            with contextlib.suppress(LocalLLMError, AttributeError):  # closed a moment ago
+            with contextlib.suppress(LocalLLMError, AttributeError):  # closed in the meantime
                 llm.boot.stop_tuning()
 
     def facts(self) -> Facts:
-        """What is running; empty before the model is ready."""
+        """The state of the running model; empty before it is ready."""
         llm = self.llm
         try:
             return Facts() if llm is None else llm.live_state()
-        except (LocalLLMError, AttributeError):  # closed a moment ago, in the backend's thread
+        except (LocalLLMError, AttributeError):  # closed in the meantime, in the backend's thread
             return Facts()
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text, by the model's own tokenizer once it is there."""
+        """Count the tokens of a text, with the model's own tokenizer once it is loaded."""
         llm = self.llm
         return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
 
@@ -148,20 +148,20 @@ class InProcessBackend(ChatBackend):
                 if self._keeping is None:
                     raise
                 self._keeping.keeps_weights = False
-                self._ended.wait()  # a thread whose `join` was interrupted counts as ended in Python 3.11
+                self._ended.wait()  # in Python 3.11, an interrupted `join` marks the thread as ended
         self._thread = None
 
     # --- the backend's thread ----------------------------------------------------------------------------------------
 
     def _work(self, model: str | None, changes: Mapping[str, Any], stop: threading.Event) -> None:
         try:
-            self._options = replace(self._options, **changes)  # they stay, also when another start has come since
+            self._options = replace(self._options, **changes)  # kept even if another start has followed
             if stop.is_set():
                 return
             llm = self._load(model, stop)
         except Exception as error:
             explained = _explained(error, "loading")
-            if stop is self._stop:  # else nobody waits for this model any more
+            if stop is self._stop:  # else another start has replaced this model
                 self._failure = Failed.of(-1, explained)
                 if not isinstance(explained, Aborted) or not stop.is_set():
                     self.tell(self._failure)
@@ -173,14 +173,14 @@ class InProcessBackend(ChatBackend):
         finally:
             self.llm = None
             llm.close()
-            if stop is self._stop:  # else another model takes over, and ends what this one left
+            if stop is self._stop:  # else the next model ends the remaining turns
                 self._drop_queue(None)
 
     def _load(self, model: str | None, stop: threading.Event) -> LLM:
         from localllm.llm.llm import LLM
 
         name = model or local_models.default_model(self._options)
-        held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
+        held: list[LoadProgress] = []  # "ready" is reported only once facts() knows the model
 
         def on_progress(phase: LoadProgress) -> None:
             if phase.name == "keep" and self._on_keep is not None:
@@ -190,12 +190,12 @@ class InProcessBackend(ChatBackend):
                 (held if phase.name == "ready" else self._events).append(phase)
 
         llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop, owns_process=True)
-        if stop.is_set():  # nobody waits for it any more, and nobody is to see it ready
+        if stop.is_set():  # replaced while loading: it must not be seen as ready
             llm.close()
-            raise Aborted("another start came meanwhile")
+            raise Aborted("another start replaced this one")
         self.llm = llm
         llm.keeps_pace, llm.keeps_weights = True, self._on_keep is not None
-        gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
+        gc.freeze()  # torch and the model's facts stay: scanning them would stop every thread for 75 ms at a time
         local_models.remember_model(name)
         self._on_loaded(name, self.llm)
         self._events.extend(held)
@@ -214,7 +214,7 @@ class InProcessBackend(ChatBackend):
             spec, bound = None, self._constraint
             if bound is not None or queued.tools is not None:
                 spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=queued.tools)
-            adapter = next(iter(llm.options.adapter_paths), "")  # whoever names one wants to talk to it
+            adapter = next(iter(llm.options.adapter_paths), "")  # a configured adapter is used
             running = llm.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener, adapter=adapter)
         except Exception as error:
             self._fail(turn, _explained(error, "the turn"))
@@ -248,9 +248,9 @@ class InProcessBackend(ChatBackend):
             self._end(turn, Done(turn, delta.finish_reason, delta.usage or Usage(), delta.timing or Timing()))
 
     def _drop_queue(self, failed: Failed | None) -> None:
-        """End what is still queued or running: with the failure, or as stopped."""
+        """End everything queued or running: with the failure, or as stopped."""
         with self._lock:
-            self._takes_turns = False  # under the same lock: what comes later is refused, what is here ends below
+            self._takes_turns = False  # under the same lock: later turns are refused, present ones end below
             self._queue.clear()
             turns = list(self._running)
         for turn in turns:
@@ -258,7 +258,7 @@ class InProcessBackend(ChatBackend):
 
 
 def _explained(error: Exception, what: str) -> LocalLLMError:
-    """An error that a user can be shown."""
+    """Turn an exception into an error that can be shown to the user."""
     if isinstance(error, LocalLLMError):
         return error
     log.error("%s failed", what, exc_info=error)

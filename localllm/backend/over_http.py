@@ -1,7 +1,7 @@
-"""`ChatBackend` over HTTP: a chat that uses a running `localllm serve` instead of loading the model a second time.
+"""`ChatBackend` over HTTP: uses a running `localllm serve` instead of loading the model a second time.
 
-Works with any OpenAI-compatible endpoint; pages, speeds and prefix hits are shown where it has our /metrics. Nothing
-here blocks its caller: requests run in threads, and their events arrive in a queue.
+Works with any OpenAI-compatible endpoint; pages, speeds and prefix hits are shown if it has our /metrics. Nothing here
+blocks its caller: requests run in threads, and their events arrive in a queue.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from localllm.wire import FAILURES, Wire, events_of, meant, refused, usage_of
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two looks at the server's numbers, while somebody asks for them
-# kinds of constraint, as our servers call them
+LOOK_S = 0.5  # between reads of the server's metrics, while somebody asks for them
+# kinds of constraint -> their names in our servers' API
 _CONSTRAINTS = {
     "json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar", "choice": "choice",
 }  # fmt: skip
@@ -36,11 +36,11 @@ class RemoteBackend(ChatBackend):
     """See `interface.ChatBackend`.
 
     url     http://host:port, with or without /v1, or unix:/path
-    key     sent as a bearer token where the server wants one
-    given       called at every turn: the sampling that the user set, `stop` among it
+    key     sent as a bearer token, if not empty
+    given       called for every turn: the user's sampling, including `stop`
     completes   a base model continues the text instead of refusing it
-    constraint  what every answer must be; of our own servers only
-    pid         the server's process, where that is known; it is only told
+    constraint  the constraint on every answer; our own servers only
+    pid         the server's process, if known; only for display
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class RemoteBackend(ChatBackend):
         self._completes = completes
         self._constraint = constraint
         self._model = ""
-        self._is_ours = False  # a server of this program, which tells more
+        self._is_ours = False  # a server of this program, which reports more
         self._models: list[ModelChoice] = []
         self._facts = Facts()
-        self._asked_at = 0.0
-        self._looking = False
+        self._queried_at = 0.0
+        self._polling = False
         self._closed = False
 
     # --- the protocol ------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class RemoteBackend(ChatBackend):
         threading.Thread(target=self._answer, args=(turn.id, body), name=f"remote-{turn.id}", daemon=True).start()
 
     def stop(self, turn: int) -> None:
-        """Hang up: the server ends the request then."""
+        """Close the connection; the server then ends the request."""
         with self._lock:
             self._stopped.add(turn)
             connection = self._running.get(turn)
@@ -88,18 +88,18 @@ class RemoteBackend(ChatBackend):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def rest(self) -> None:
-        """The server's affair."""
+        """Does nothing: the server decides."""
 
     def facts(self) -> Facts:
-        """What the server said last; asking keeps the numbers fresh."""
-        self._asked_at = time.monotonic()
-        if self._facts.model and not self._looking and not self._closed:
-            self._looking = True
-            threading.Thread(target=self._look, name="remote-facts", daemon=True).start()
+        """The last known state of the server; asking keeps it fresh."""
+        self._queried_at = time.monotonic()
+        if self._facts.model and not self._polling and not self._closed:
+            self._polling = True
+            threading.Thread(target=self._poll_metrics, name="remote-facts", daemon=True).start()
         return self._facts
 
     def count_tokens(self, text: str) -> int:
-        """Asks the server's tokenizer; a quarter of the characters where it has none."""
+        """Ask the server's tokenizer; without one, a quarter of the characters."""
         try:
             with self._wire.send("POST", "/tokenize", {"model": self._model, "prompt": text}) as reply:
                 return int(reply.json()["count"])
@@ -134,7 +134,7 @@ class RemoteBackend(ChatBackend):
 
     @property
     def _continues_text(self) -> bool:
-        """Whether what is sent is text to go on with: a base model, which has no chat template."""
+        """Whether the prompt is plain text to continue, for a base model without a chat template."""
         return self._completes and not self._facts.has_chat_template
 
     def _start(self, model: str) -> None:
@@ -147,7 +147,7 @@ class RemoteBackend(ChatBackend):
             self.tell(LoadProgress("ready", detail=self.url))
 
     def _find(self, model: str) -> None:
-        """What is served. Raises what the server's refusal means, or ServerError."""
+        """Find the model among those served. Raises the server's error, or ServerError."""
         try:
             rows = self._list()
             ids = list(rows)
@@ -158,9 +158,9 @@ class RemoteBackend(ChatBackend):
             if rows[self._model].get("loaded") is False:
                 self._load()
                 rows = self._list()
-            told = self._told_to_its_owner() if self._is_ours else {}
+            told = self._owner_view() if self._is_ours else {}
         except (*FAILURES, KeyError, TypeError) as error:
-            hint = "`localllm ps`; or leave --attach-to out"
+            hint = "see `localllm ps`, or drop --attach-to"
             raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
         via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
@@ -175,7 +175,7 @@ class RemoteBackend(ChatBackend):
         )  # fmt: skip
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        """The models that are served, with what is told of each. Raises one of FAILURES, or what a refusal means."""
+        """The served models with their metadata. Raises one of FAILURES, or the server's error."""
         status, body = self._wire.get("/v1/models")
         if status >= 400:
             raise refused(status, body)
@@ -193,14 +193,14 @@ class RemoteBackend(ChatBackend):
         return meta
 
     def _load(self) -> None:
-        """Have the server load the model now: what it is and how it failed is known before the first question."""
+        """Make the server load the model now, so that errors show before the first question."""
         self.tell(LoadProgress("weights", detail=self._model))
         with self._wire.send("POST", "/tokenize", {"model": self._model, "prompt": ""}) as reply:
             if reply.status >= 400:
                 raise refused(reply.status, reply.body.read())
 
-    def _told_to_its_owner(self) -> dict[str, Any]:
-        """What runs how; {} where the server keeps it to itself."""
+    def _owner_view(self) -> dict[str, Any]:
+        """The owner's view of the running model; {} when the server withholds it."""
         status, body = self._wire.get("/localllm/ps")
         told = json.loads(body) if status == 200 else {}
         rows = told.get("models") or []
@@ -244,7 +244,7 @@ class RemoteBackend(ChatBackend):
         except Exception as error:
             if turn not in self._stopped:
                 log.warning("the server at %s failed: %s", self.url, error)
-                gone = f"the server at {self.url} went away ({type(error).__name__})"
+                gone = f"lost the connection to the server at {self.url} ({type(error).__name__})"
                 self._fail(turn, ServerGone(gone, "localllm ps"))
         self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing(total_s=time.monotonic() - begin)))
 
@@ -275,8 +275,8 @@ class RemoteBackend(ChatBackend):
                     self.tell(Prefill(turn, 0, usage.prompt_tokens))
         except Exception as error:
             if isinstance(error, LocalLLMError) or not (stop or turn in self._stopped):
-                raise  # without a reason to end, what has come is a part of an answer
-        if turn in self._stopped and not usage.completion_tokens:  # hung up before the end came
+                raise  # without a finish reason, the answer is incomplete
+        if turn in self._stopped and not usage.completion_tokens:  # disconnected before the end
             stop, usage = FinishReason.ABORT, replace(usage, completion_tokens=count)
         end = time.monotonic()
         made, spent = usage.completion_tokens or count, end - first
@@ -293,9 +293,9 @@ class RemoteBackend(ChatBackend):
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll_metrics(self) -> None:
         try:
-            while not self._closed and time.monotonic() - self._asked_at < 4 * LOOK_S:
+            while not self._closed and time.monotonic() - self._queried_at < 4 * LOOK_S:
                 status, body = self._wire.get("/metrics")
                 if status != 200:
                     return
@@ -304,18 +304,18 @@ class RemoteBackend(ChatBackend):
         except Exception:
             log.debug("no metrics at %s", self.url, exc_info=True)
         finally:
-            self._looking = False
+            self._polling = False
 
 
 def _call(told: Mapping[str, Any]) -> str:
-    """A piece of a call, as `Delta` has it."""
+    """A piece of a call in the form of `Delta`."""
     function = told.get("function") or {}
     made = {"index": int(told.get("index") or 0), "id": told.get("id"), "name": function.get("name")}
     return json.dumps(made | {"arguments": function.get("arguments") or ""})
 
 
 def _from_metrics(facts: Facts, text: str) -> Facts:
-    """The server's numbers as ours; of several models the sum."""
+    """Read facts from the server's metrics; with several models, their sums."""
     totals: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(text):
         if "le=" not in labels:

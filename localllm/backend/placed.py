@@ -1,4 +1,4 @@
-"""`ChatBackend` of a chat that shares: a model runs in a server that has it or can load it, else in this process."""
+"""`ChatBackend` of a chat that shares: uses a server that has the model or can load it, else this process."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from localllm.request import LoadProgress, Message, SamplingParams, ToolUse
 
 
 class Place(NamedTuple):
-    """A server that has a model or can load it, as a backend."""
+    """A server that has or can load a model, as a backend."""
 
     backend: ChatBackend
-    model: str  # as the server calls it
+    model: str  # the server's name for it
     url: str
 
 
 class PlacedBackend(ChatBackend):
-    """See `interface.ChatBackend`. Models are listed, found and checked as for this process.
+    """See `interface.ChatBackend`. Models are listed, found and checked as in this process.
 
     here    the engine in this process
-    place   the server for a model; None: this process. May take a while
-    stays   whether this chat has to run its model itself
+    place   finds the server for a model; None: this process. May take a while
+    stays   whether this chat must run its model itself
     """
 
     def __init__(self, here: ChatBackend, place: Callable[[str], Place | None]) -> None:
         super().__init__()
         self._here, self._place = here, place
         self.stays: Callable[[], bool] = lambda: False
-        self.now: ChatBackend | None = here  # None: it is being decided
-        self._start_no = 0  # of the last start; earlier ones give way to it
+        self.now: ChatBackend | None = here  # None while it is being decided
+        self._start_no = 0  # number of the latest start; earlier ones give up
         self._one_at_a_time = threading.Lock()
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
-        """Close what runs, decide and start, in a thread. Whoever changes how a model is loaded has it here."""
+        """Close what is running, then decide and start in a thread. Changed load settings imply this process."""
         with self._lock:
             self._start_no += 1
             words = self._start_no, model, changes

@@ -1,4 +1,4 @@
-"""What the scripted engine says: Markdown of every kind, text that attacks a terminal, long prose (script.toml)."""
+"""The scripted engine's answers: all kinds of Markdown, text that attacks a terminal, long prose (script.toml)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS["!oom"] = ANSWERS["!crash"] = ANSWERS["long"]
 
 
 def script(prompt: str, has_tools: bool = False) -> Iterator[Piece]:
-    """The pieces of the answer to a message; `!call NAME ARGUMENTS` on lines of their own are calls."""
+    """Yield the pieces of the answer to a message; lines of `!call NAME ARGUMENTS` become calls."""
     if has_tools and prompt.startswith("!call "):
         for index, line in enumerate(prompt.splitlines()):
             _, name, arguments = (line + "  ").split(" ", 2)
@@ -35,7 +35,7 @@ def script(prompt: str, has_tools: bool = False) -> Iterator[Piece]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Text in pieces about as long as tokens, with every character kept."""
+    """Split text into pieces about as long as tokens, keeping every character."""
     at = 0
     while at < len(text):
         end = at + 1

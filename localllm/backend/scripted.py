@@ -1,10 +1,10 @@
-"""A scripted engine behind `ChatBackend`: for tests, screenshots and demonstrations, without a model or torch.
+"""A scripted engine behind `ChatBackend`, for tests, screenshots and demonstrations; needs no model and no torch.
 
-Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
+Used with `LOCALLLM_ENGINE=fake`, only together with `LOCALLLM_TESTING=1`. The model's name decides how loading goes
 (`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
 last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!crash`, `!error`, `!full`,
-`!escape`, `long`, `!call NAME ARGUMENTS` where tools are offered); any other message is given back.
-`LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes) and the seconds of every load phase.
+`!escape`, `long`, `!call NAME ARGUMENTS` when tools are offered); any other message is echoed.
+`LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 for no delay) and the seconds of every load phase.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from localllm.backend.script import SCRIPT, pieces, script
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.request import LoadProgress, SamplingParams, Timing, Usage, num_images, text_of
 
-PAGE = 16  # tokens of a page
+PAGE = 16  # tokens per page
 HAVE_BYTES = 8 << 30
 _LOAD = ("import", "weights", "kv", "warmup")
 
 
 class FakeBackend(ChatBackend):
-    """A `ChatBackend` whose answers are written down beforehand.
+    """A `ChatBackend` with prepared answers.
 
-    tps      tokens per second, 0 for no waiting
+    tps      tokens per second; 0 for no delay
     load_s   seconds spent in every load phase
-    ctx      context window in tokens; a longer conversation fails as a real one does
+    ctx      context window in tokens; a longer conversation fails as with a real engine
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FakeBackend(ChatBackend):
         self._default_params = default_params
         self.ctx = ctx
         self.model = ""
-        self.answers: list[str] = []  # answers given next, before any rule applies: set by tests
+        self.answers: list[str] = []  # the next answers, before any rule applies; set by tests
         self.kv, self.device = "bf16", "cpu"
         self.times_kernels = False
         self.image_tokens = 16
@@ -60,7 +60,7 @@ class FakeBackend(ChatBackend):
     # --- the protocol ------------------------------------------------------------------------------------------------
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
-        """Begin "loading" in a thread; what ran before ends."""
+        """Start "loading" in a thread, ending what ran before."""
         self.close()
         self._closed = False
         self.model = model or "fake"
@@ -76,7 +76,7 @@ class FakeBackend(ChatBackend):
         self.times_kernels = False
 
     def facts(self) -> Facts:
-        """Plain numbers that look like a small model on a CPU."""
+        """Plain numbers that resemble a small model on a CPU."""
         pages, used, kept = self.ctx // PAGE, -(-self._busy // PAGE), -(-self._used // PAGE)
         states = bytes([1] * min(kept, pages)) + bytes([2] * min(used, max(0, pages - kept)))
         return Facts(
@@ -110,11 +110,11 @@ class FakeBackend(ChatBackend):
         return len(text.split())
 
     def find(self, name: str) -> str:
-        """Names that begin with fake, and those of the list; `smol` is short for the starter."""
+        """Resolve names that start with fake, and those in the list; `smol` is short for the starter."""
         known = [row["name"] for row in SCRIPT["choices"]]
         found = next((one for one in known if one.startswith(name)), "")
         if not found and not name.startswith("fake"):
-            raise errors.ModelNotFound(f"there is no model {name}", "`localllm ls` lists those of this machine")
+            raise errors.ModelNotFound(f"unknown model {name}", "`localllm ls` lists the local models")
         return found or name
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
@@ -166,7 +166,7 @@ class FakeBackend(ChatBackend):
         return True
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; True when closed meanwhile."""
+        """Wait; True when closed in the meantime."""
         with self._lock:
             return self._lock.wait_for(lambda: self._closed, seconds)
 
@@ -180,10 +180,10 @@ class FakeBackend(ChatBackend):
         limit = min(params.max_tokens or self.ctx, self.ctx - prompt_tokens)
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
             needed = prompt_tokens if prompt_tokens > self.ctx else self.ctx + 1
-            told = f"prompt has {needed:,} tokens, the window holds {self.ctx:,}"
+            told = f"the prompt has {needed:,} tokens, but the window holds {self.ctx:,}"
             fixes = (("localllm chat fake --ctx 40k", "fits"),)
             counted = {"prompt_tokens": needed, "max_context": self.ctx}
-            told_how = "start with --ctx 40k, or shorten it"
+            told_how = "start with --ctx 40k, or shorten the prompt"
             self._fail(turn, errors.ContextTooLong(told, told_how, fixes=fixes, context=counted))
             return
         if prompt == "!error":
@@ -236,7 +236,7 @@ def _error(name: str) -> errors.LocalLLMError:
 
 
 def _choice(row: Mapping[str, Any], window: int) -> ModelChoice:
-    """A row of script.toml with that window, or the largest it has."""
+    """A row of script.toml at this context length, or at its largest."""
     ctx = min(window, row.get("ctx", 0))
     parts = {name: size * ctx if name == "kv" else size for name, size in row.get("parts", {}).items()}
     made = {

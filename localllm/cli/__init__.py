@@ -1,8 +1,8 @@
 """The `localllm` command.
 
-`frame/` is what all commands share, `commands/` holds one module a command; beside them stands what several commands
-use. Nothing is loaded before it is needed: a shell that completes a name needs the names of commands and models, help
-needs Typer, and only a command that is called needs its own module.
+`frame/` holds what all commands share, `commands/` one module per command; the other modules hold what several
+commands use. Everything is loaded on demand: completion needs only the names of commands and models, help needs Typer,
+and only the command that is called needs its own module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 
 def main() -> None:
     """The console script."""
-    gc.disable()  # until a command runs: imports leave no garbage, and looking for it takes a sixth of the start
+    gc.disable()  # until a command runs: imports leave no garbage, and looking for it takes a sixth of the startup
     if "_LOCALLLM_COMPLETE" in os.environ:
         from .frame.completion import answered
 

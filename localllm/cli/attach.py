@@ -1,4 +1,4 @@
-"""Which running server a command may use instead of loading a model a second time."""
+"""Finds a running server that a command can use instead of loading a model a second time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Attached(NamedTuple):
-    """A server, the key it wants, the model of its that was meant ("" for its first)."""
+    """A server, its key, and the name of the model on it ("" for its first)."""
 
     url: str
     key: str
@@ -30,29 +30,29 @@ class Attached(NamedTuple):
 
 
 def fake_engine() -> bool:
-    """Whether the scripted engine was asked for. Raises ConfigError outside tests."""
+    """Whether the scripted engine was requested. Raises ConfigError outside tests."""
     return only_in_tests("LOCALLLM_ENGINE").startswith("fake")
 
 
 def wish_of(env: Env, config: UserConfig, engine: EngineFlags, wish: str) -> str:
-    """`--attach-to` as it is meant: how a model is loaded is said for a model of one's own, and none is shared then."""
+    """`--attach-to` as meant: flags that say how to load a model imply loading it here, so `auto` becomes `off`."""
     says_how = engine != type(engine)() or env.options.device is not None or env.options.config is not None
     says_how |= any(key.startswith("engine.") and where.startswith("env ") for key, where in config.origins.items())
     return "off" if wish == "auto" and says_how else wish
 
 
 def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
-    """The server of `--attach-to auto|off|URL` for a model called one of `names` (none: any); None loads it here.
+    """The server of `--attach-to auto|off|URL` for a model with one of `names` (none: any); None to load it here.
 
-    `auto` finds a server that has the model, then one that can load it, then the service that waits for a connection.
-    Raises ServerError for a URL that cannot be one.
+    `auto` picks a server that has the model, then one that can load it, then the service that waits for a connection.
+    Raises ServerError for an invalid URL.
     """
     if wish == "off" or (wish == "auto" and fake_engine()):
         return None
-    servers = [one for one in processes.running() if one.url]  # also chats that are served (/serve)
+    servers = [one for one in processes.running() if one.url]  # including chats that /serve
     if wish != "auto":
         if not wish.startswith(("http://", "https://", "unix:")):
-            raise ServerError(f"{clean_line(wish)} is not the address of a server", "--attach-to http://127.0.0.1:8000")
+            raise ServerError(f"{clean_line(wish)} is not a server address", "--attach-to http://127.0.0.1:8000")
         url = wish.rstrip("/").removesuffix("/v1")
         own = next((one.token for one in servers if one.url.rstrip("/") == url), "")
         return Attached(url, own or os.environ.get("LOCALLLM_API_KEY", ""), names[0] if names else "")
@@ -61,11 +61,11 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         if (shared or (not names and one.models)) and _answers(one):
             return Attached(one.url, one.token, shared[0] if shared else "")
     servers = [one for one in servers if one.kind == "serve"]
-    return next((found for one in servers if (found := _offer(one, names))), None) or _woken(names, servers)
+    return next((found for one in servers if (found := _offer(one, names))), None) or _wake_service(names, servers)
 
 
 def can_be_named(config: UserConfig, name: str) -> bool:
-    """Whether a server may know a model by this name: it is neither a name of the user's own nor a file."""
+    """Whether a server may know a model by this name: it is neither one of the user's aliases nor a file."""
     return name not in config.aliases and not Path(name).expanduser().exists()
 
 
@@ -74,15 +74,15 @@ def _answers(one: Running) -> bool:
 
 
 def _offer(one: Running, names: tuple[str, ...]) -> Attached | None:
-    """The server, where it has a model of one of these names on its disk and takes requests."""
+    """The server, if it has a model with one of these names on disk and accepts requests."""
     known = (told for name in names if (told := ask(one, "GET", f"/v1/models/{quote(name)}")) is not None)
     row = next(known, {})
-    name = str(row.get("root") or row.get("id") or "")  # the name it lists, where it also knows others
+    name = str(row.get("root") or row.get("id") or "")  # its own name for the model, should it have several
     return Attached(one.url, one.token, name) if name and _answers(one) else None
 
 
-def _woken(names: tuple[str, ...], running: list[Running]) -> Attached | None:
-    """The installed service, which starts at a connection."""
+def _wake_service(names: tuple[str, ...], running: list[Running]) -> Attached | None:
+    """The installed service, woken by connecting to it."""
     service = installed() if names else None
     if service is None or any(one.url == service.url for one in running):
         return None
@@ -91,15 +91,15 @@ def _woken(names: tuple[str, ...], running: list[Running]) -> Attached | None:
 
 
 def process_at(url: str) -> int:
-    """The process that answers at `url`, 0 where it is none of ours on this machine."""
+    """The process that answers at `url`; 0 when it is none of ours on this machine."""
     return next((one.pid for one in processes.running() if one.url == url), 0)
 
 
-ASK_S = 2.0  # how long a server may take to tell about itself
+ASK_S = 2.0  # timeout for a server to report its state
 
 
 def ask(one: Running, method: str, path: str, body: Any = None, timeout: float = ASK_S) -> dict[str, Any] | None:
-    """What a running server answers its owner; None when it does not, or refuses."""
+    """Query a running server as its owner; None when it does not answer or refuses."""
     from localllm.wire import FAILURES, Wire
 
     try:

@@ -1,4 +1,4 @@
-"""The installed service of this user: which it is, and how it is started."""
+"""The installed background service of this user, and how to start it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from localllm.device.processes import Running, running
 if TYPE_CHECKING:
     from subprocess import Popen
 
-START_S = 40.0  # for a server to answer; torch is imported meanwhile
+START_S = 40.0  # for a server to answer; it imports torch first
 MAX_LOG_BYTES = 4 << 20
 
 
 def service_file() -> Path:
-    """Where the installed service is noted."""
+    """Where the installed service is recorded."""
     return paths.state_dir() / "service.json"
 
 
@@ -44,19 +44,19 @@ class Service:
 
     @property
     def server(self) -> Running | None:
-        """Its process, while one runs."""
+        """Its process, while it runs."""
         return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
 
 
 def log_file() -> Path:
-    """What a background process writes; the previous one has `.1` behind its name."""
+    """The log of the background process; `.1` marks the previous one."""
     return paths.log_dir() / "service.log"
 
 
 def cut_log(at_least: int = MAX_LOG_BYTES) -> None:
-    """Where standard error of this process is the log of the service and it is long: keep a copy, and begin anew.
+    """When this process's stderr is the service log and it has grown too long, copy it to `.1` and truncate it.
 
-    It must be open for appending, so that what follows goes to the new end.
+    The log must be open for appending, so that writing continues at the new end.
     """
     with contextlib.suppress(OSError):
         file, mine = log_file(), os.fstat(2)
@@ -67,7 +67,7 @@ def cut_log(at_least: int = MAX_LOG_BYTES) -> None:
 
 
 def installed() -> Service | None:
-    """The service of this user, if one is installed. A background process that has ended counts as none."""
+    """This user's service, if one is installed. A background process that has ended does not count."""
     told = paths.read_json(service_file())
     kind, port, pid = told.get("kind"), told.get("port"), told.get("pid", 0)
     if kind not in ("systemd", "process") or not isinstance(port, int) or not isinstance(pid, int):
@@ -79,7 +79,7 @@ def installed() -> Service | None:
 
 
 def wake(found: Service) -> Running | None:
-    """The running server of a service, started by a connection where systemd waits for one. None where none comes."""
+    """The service's running server, started by a connection under systemd. None when no server comes up."""
     server = found.server
     if server is not None or found.kind != "systemd":
         return server
@@ -92,7 +92,7 @@ def wake(found: Service) -> Running | None:
 
 
 def await_server(found: Service, seconds: float, process: Popen[bytes] | None = None) -> Running | None:
-    """Its server, as soon as it is noted; None when the time is over or `process` has ended."""
+    """The service's server, as soon as it is registered; None on timeout or when `process` has ended."""
     deadline = time.monotonic() + seconds
     while (server := found.server) is None and time.monotonic() < deadline:
         if process is not None and process.poll() is not None:
@@ -102,6 +102,6 @@ def await_server(found: Service, seconds: float, process: Popen[bytes] | None = 
 
 
 def unit_files() -> tuple[Path, Path]:
-    """Where systemd finds the socket and the service."""
+    """Where systemd looks for the socket and service units."""
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
     return folder / "localllm.socket", folder / "localllm.service"

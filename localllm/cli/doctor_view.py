@@ -1,4 +1,4 @@
-"""How `localllm doctor` is shown: findings as they come, known troubles, advice, flags of other engines."""
+"""How `localllm doctor` looks: findings as they come, known problems, advice, flags for other engines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from localllm.doctor.rules import Match
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
-ALWAYS_SHOWN = ("gpu.present",)  # skipped checks that are shown without -v: that there is no GPU is worth a line
+ALWAYS_SHOWN = ("gpu.present",)  # skipped checks shown even without -v: a missing GPU is worth a line
 MIN_WIDTH, MAX_WIDTH = 30, 118
 FIX_LINES = 4
 
 
 class Findings:
-    """Findings under the headings of their groups, each as soon as it is known."""
+    """Findings under the headings of their groups, shown as they come."""
 
     def __init__(self, console: Console, width: int) -> None:
         self._console = console
@@ -34,7 +34,7 @@ class Findings:
         self._group = ""
 
     def add(self, check: Check) -> None:
-        """Show one; a skipped one only with -v."""
+        """Show a finding; skipped ones only with -v."""
         console = self._console
         if check.status == "skip" and not console.verbose and check.id not in ALWAYS_SHOWN:
             return
@@ -52,9 +52,9 @@ class Findings:
 
 
 def block(console: Console, head: str, indent: int, text: str, wrap: bool = True) -> None:
-    """Text behind a head of `indent` cells, wrapped to the terminal; commands are never broken."""
+    """Print text after a head of `indent` cells, wrapped to the terminal; commands are never wrapped."""
     columns = room(console)
-    below = columns - indent < MIN_WIDTH  # too narrow for two columns: the text stands under its head
+    below = columns - indent < MIN_WIDTH  # too narrow for two columns: put the text below its head
     if below and wrap:
         indent = min(indent, 4)
     lines = wrapped(text, max(20, columns - indent))
@@ -70,17 +70,17 @@ def block(console: Console, head: str, indent: int, text: str, wrap: bool = True
 
 
 def room(console: Console) -> int:
-    """Columns to fill; off a terminal a finding stays on its line, so that grep finds the whole of it."""
+    """Columns to fill. Off a terminal a finding stays on one line, so grep finds all of it."""
     if not console.out_tty and "COLUMNS" not in os.environ:
         return 10_000
     return min(MAX_WIDTH, shutil.get_terminal_size().columns - 1)
 
 
 def ending(console: Console, found: Sequence[Check], known: Sequence[Match], advised: Sequence[Advice]) -> None:
-    """What is known to go wrong with what is installed, advice, and the verdict."""
+    """Print known problems of installed software, advice, and the verdict."""
     from localllm.doctor import verdict
 
-    _matches(console, "Known troubles of what is installed here", known)
+    _matches(console, "Known problems of the installed software", known)
     if advised:
         console.heading("Advice for this machine")
         width = max(len(one.id) for one in advised)
@@ -96,16 +96,16 @@ def ending(console: Console, found: Sequence[Check], known: Sequence[Match], adv
 
 
 def diagnosis(console: Console, found: Sequence[Match], lines: int) -> None:
-    """What an error text means."""
+    """Explain the errors found in a log."""
     if not found:
-        console.say(f"nothing known in {counted(lines, 'line')}")
-        console.line("No known trouble matches. The first error in a log says more than the last.")
+        console.say(f"no known problem in {counted(lines, 'line')}")
+        console.line("No known problem matches. Look at the first error in the log: it says more than the last.")
         return
     here = [match for match in found if match.applies]
     other = [match for match in found if not match.applies]
     for match in here:
         _match(console, match, fixes=99)
-    _matches(console, "Matches, but on other machines than this one", other, fixes=2 if here else 99)
+    _matches(console, "Known problems that do not apply to this machine", other, fixes=2 if here else 99)
 
 
 def _matches(console: Console, title: str, found: Sequence[Match], fixes: int = FIX_LINES) -> None:
@@ -137,7 +137,7 @@ def _match(console: Console, match: Match, fixes: int) -> None:
 
 
 def match_json(match: Match) -> dict[str, Any]:
-    """A match as the schema has it."""
+    """A match as JSON."""
     fixes = [picked(fix, "do why root") | {"engine": fix.engine or None, "confirmed": not fix.unconfirmed}
              for fix in match.rule.fixes]  # fmt: skip
     fields = picked(match.rule, "id title cause versions confidence sources") | picked(match, "applies doubts")
@@ -145,7 +145,7 @@ def match_json(match: Match) -> dict[str, Any]:
 
 
 def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
-    """Command, reasons, what may go wrong, what is not confirmed."""
+    """Print the command, its reasons, what may go wrong, and what is not confirmed."""
     head = f"{found.title} on {found.device}"
     console.heading(clean_line(head))
     console.line(f"  {clean_line(found.model.name)}: {found.model.words} (from {found.model.known_from})")
@@ -153,7 +153,7 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
         console.line(f"  a recipe for this model and card, {found.recipe.date}, {found.title} {found.version}")
         console.line(f"  {clean_line(found.recipe.source)}")
     else:
-        console.line(f"  for {found.title} {found.version}; no recipe for this model on this card")
+        console.line(f"  for {found.title} {found.version}; no recipe for this model and card")
     for note in (*([found.room.why] if found.room else ()), *found.notes):
         block(console, "  ", 2, clean_line(note))
     console.line()
@@ -164,7 +164,10 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
         for line in found.file.splitlines():
             console.line(f"    {line}")
     console.line()
-    reasons = {"Why": (*found.build, *found.env, *found.flags), "Not confirmed, not in the command": found.unconfirmed}
+    reasons = {
+        "Why": (*found.build, *found.env, *found.flags),
+        "Not confirmed, and left out of the command": found.unconfirmed,
+    }
     for title, pieces in reasons.items():
         if pieces or title == "Why":
             console.heading(title)
@@ -182,18 +185,18 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
         console.heading("If something goes wrong")
         for rule, first in found.first_aid:
             block(console, f"  {rule.id.ljust(3)} ", 6, f"{rule.title}: {clean_line(first)}")
-        console.line("  localllm doctor --log FILE finds the rule for an error")
+        console.line("  localllm doctor --log FILE explains an error")
     mine = [m for m in known if found.engine in (names := whose(m)) or not names]
     _matches(console, "Installed here", mine)
 
 
 def whose(match: Match) -> set[str]:
-    """The engines a rule is about; none where it is about all of them."""
+    """The engines that a rule is about; empty for all of them."""
     return set(match.rule.engines) or {fix.engine for fix in match.rule.fixes if fix.engine}
 
 
 def launch_json(found: Launch) -> dict[str, Any]:
-    """The same as the schema has it."""
+    """The launch advice as JSON."""
 
     def pieces(listed: Iterable[Piece]) -> list[dict[str, Any]]:
         return [picked(piece, "text why confidence") | {"source": piece.source or None} for piece in listed]
@@ -213,16 +216,16 @@ def launch_json(found: Launch) -> dict[str, Any]:
 
 
 _KINDS = {
-    "setting": "In the settings file",
-    "command": "Can be run here",
-    "root": "Need the administrator",
-    "shell": "To run in your own shell",
-    "step": "To do by hand",
+    "setting": "Changes to the settings file",
+    "command": "Commands to run here",
+    "root": "Commands that need root",
+    "shell": "Commands for your own shell",
+    "step": "Steps to do by hand",
 }
 
 
 def actions(console: Console, found: Sequence[Action], diff: Sequence[str]) -> None:
-    """What could be done."""
+    """Print the fixes that are available."""
     if not found:
         console.line("Nothing to repair.")
         return

@@ -1,4 +1,4 @@
-"""The endpoint of a chat (`--serve`, /serve): the engine in this process, for other programs of this machine."""
+"""The endpoint of a chat (`--serve`, /serve): serves this process's engine to other programs on this machine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class ChatEndpoint:
-    """See `conversation.session.Endpoint`. The model is the backend's: nothing is loaded a second time.
+    """See `conversation.session.Endpoint`. It serves the backend's model: nothing is loaded twice.
 
-    record   this process in `localllm ps`; None where that cannot be written
+    record   this process's entry in `localllm ps`; None when it cannot be written
     """
 
     def __init__(self, env: Env, config: UserConfig, backend: ChatBackend, record: Record | None) -> None:
         self._env, self._config, self._backend, self._record = env, config, backend, record
-        self._beside: BackgroundServer | None = None
+        self._server: BackgroundServer | None = None
 
     @property
     def url(self) -> str:
-        """Where it answers; "" while it does not."""
-        return self._beside.url if self._beside is not None and self._beside.is_running else ""
+        """Its address; "" while it is off."""
+        return self._server.url if self._server is not None and self._server.is_running else ""
 
     def start(self, model: str, port: int | None) -> str:
-        """Answer on the loopback address; one that runs is replaced. Raises ConfigError or ServerError."""
+        """Serve on the loopback address, replacing a running endpoint. Raises ConfigError or ServerError."""
         from localllm.backend.in_process import InProcessBackend
         from localllm.backend.placed import PlacedBackend
 
@@ -46,7 +46,7 @@ class ChatEndpoint:
         if not isinstance(backend, InProcessBackend):
             url = backend.facts().url
             if url:
-                raise ConfigError(f"this chat is answered by {url}, which other programs can use too", "/serve off")
+                raise ConfigError(f"{url} answers this chat, and other programs can use it directly", "/serve off")
             raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
         llm = backend.llm
         if llm is None:
@@ -64,25 +64,25 @@ class ChatEndpoint:
         service = ServiceOptions(llm.plan.max_parallel, default_model=name)
         options = ServeOptions(host=LOOPBACK, port=wanted, api_keys=keys, origins=settings.cors, service=service)
         try:
-            self._beside = BackgroundServer(llm, (name,), options, self._ended)
+            self._server = BackgroundServer(llm, (name,), options, self._ended)
         except ServerError as error:
             raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
-        self._note(self._beside.url, name, keys[0] if keys else "")
-        return self._beside.url
+        self._register(self._server.url, name, keys[0] if keys else "")
+        return self._server.url
 
     def stop(self) -> None:
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            beside.stop()
-            self._note("", "", "")
+        running, self._server = self._server, None
+        if running is not None:
+            running.stop()
+            self._register("", "", "")
 
-    def _ended(self, beside: BackgroundServer) -> None:
-        """It ended by itself: it is not to be found any more. What `stop` ends is noted there."""
-        if beside is self._beside:
-            self._note("", "", "")
+    def _ended(self, running: BackgroundServer) -> None:
+        """The server ended on its own: unregister it. `stop` unregisters those that it ends."""
+        if running is self._server:
+            self._register("", "", "")
 
-    def _note(self, url: str, name: str, token: str) -> None:
-        """Say it to `localllm ps` and to chats that look for a server."""
+    def _register(self, url: str, name: str, token: str) -> None:
+        """Register the endpoint for `localllm ps` and for chats that look for a server."""
         if self._record is not None:
             with contextlib.suppress(OSError, LocalLLMError):
                 models = (name,) if name else self._record.running.models

@@ -1,4 +1,4 @@
-"""The Textual interface of `chat`, in this terminal or in one browser tab."""
+"""The Textual interface of `chat`, in this terminal or in a browser tab."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from localllm.terminal import locale_encoding
 
 
 def in_tab() -> bool:
-    """Whether this process draws a browser's tab (`web.py`): it has pipes instead of a terminal."""
+    """Whether this process draws a browser tab (`web.py`): it has pipes instead of a terminal."""
     return "TEXTUAL_DRIVER" in os.environ
 
 
 def full_screen(env: Env, config: UserConfig, start: Start) -> int:
-    """The Textual interface; afterwards one line on the normal screen."""
+    """Run the Textual interface; afterwards print one line on the normal screen."""
     if not env.console.out_tty and not in_tab():
-        env.console.warn("stdout is not a terminal; the chat is drawn on stderr and nothing is written to stdout")
+        env.console.warn("stdout is not a terminal: the chat is drawn on stderr and stdout stays empty")
     from localllm.tui.stderr_guard import stderr_to
 
     logs.no_stderr()
@@ -34,7 +34,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 
         session = session_of(env, config, start, backend_of(env, config, start))
         os.environ.setdefault("ESCDELAY", "50")
-        if not in_tab():  # a shell that exports them would fix the size
+        if not in_tab():  # exported by a shell, these would fix the size
             for name in ("LINES", "COLUMNS"):
                 os.environ.pop(name, None)
         options = ScreenOptions(
@@ -51,7 +51,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
             session.tools.close()
         close_soon(session.backend)
     if app.failure is not None and not app.ended:
-        raise app.failure  # becomes one sentence and a line in the log
+        raise app.failure  # becomes a one-line error and a log entry
     if app.wants_restart:
         _restart(session.model, session.conversation.id)
     farewell(env, session.conversation, start.saver, session.model)
@@ -65,7 +65,7 @@ def _restart(model: str, chat_id: str) -> None:
 
 
 def close_soon(backend: Any, wait_s: float = 3.0) -> None:
-    """Close the backend, but do not make somebody who has left wait for a model that is still loading."""
+    """Close the backend, but do not make a user who has left wait for a model that is still loading."""
     import threading
 
     closing = threading.Thread(target=backend.close, name="close", daemon=True)

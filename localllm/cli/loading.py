@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TICK_S = 0.05
-CANCEL_S = 0.4  # How long Ctrl-C waits for the download to put its bytes away.
+CANCEL_S = 0.4  # how long Ctrl-C waits for a download to flush its bytes
 
 
 def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
-    """Load a model. Raises what loading failed with; Ctrl-C becomes Aborted."""
+    """Load a model. Raises the error that loading failed with; Ctrl-C becomes Aborted."""
     from localllm import hub
     from localllm.llm.llm import LLM
 
@@ -46,7 +46,7 @@ def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], 
     def body() -> None:
         try:
             done.set_result(work(phases.append, cancel))
-        except BaseException as error:  # it is raised again in the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             done.set_exception(error)
 
     thread = threading.Thread(target=body, name="work", daemon=True)

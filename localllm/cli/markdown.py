@@ -1,7 +1,7 @@
-"""Markdown on a terminal while it streams: marks become styles, nothing is ever redrawn.
+"""Markdown on a terminal as it streams: marks become styles, and nothing is ever redrawn.
 
-Only what can be decided inside a line: headings, bold, italics, inline code, bullets, fences. A span is held back until
-it closes (a few words at most), so the text appears as fast as it is made, and scrolls, copies and pipes like text.
+Handles only what can be decided within a line: headings, bold, italics, inline code, bullets, fences. A span is held
+back until it closes (a few words at most), so text appears as it is generated, and scrolls, copies and pipes as text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from localllm.conversation.markdown import closes_fence, opened_fence
 
 BOLD, ITALIC, CODE, HEADING, DIM, RESET = "\x1b[1m", "\x1b[3m", "\x1b[36m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
-MAX_HELD = 400  # characters a span may hold back; what is longer is shown as it is
+MAX_HELD = 400  # characters that a span may hold back; a longer one is shown unstyled
 
 _LINE_START = re.compile(r" {0,3}(?:#{0,6}|`{0,3}|~{0,3}|[-*+])? ?$| *$")
 _SPANS = (
@@ -22,24 +22,24 @@ _SPANS = (
 
 
 class MarkdownStream:
-    """`push` pieces, print what comes back; `flush` at the end."""
+    """`push` pieces and print what it returns; `flush` at the end."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._style: str | None = None  # of the line as a whole; None where nothing of it is decided
-        self._fence = ""  # what opened the code block around the line
+        self._style: str | None = None  # of the whole line; None while undecided
+        self._fence = ""  # the fence that opened the code block around the line
 
     def push(self, text: str) -> str:
-        """The printable form of as much as can be decided."""
+        """Return the printable form of everything that can be decided."""
         *ended, last = text.split("\n")
         return "".join(self._grow(part, final=True) + "\n" for part in ended) + self._grow(last, final=False)
 
     def flush(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._grow("", final=True) if self._held or self._style is not None else ""
 
     def _grow(self, text: str, final: bool) -> str:
-        """What can be printed of a line that goes on with `text`, or ends with it."""
+        """Return what can be printed of a line that continues with `text`, or ends with it."""
         self._held += text
         start = ""
         if self._style is None:
@@ -57,12 +57,12 @@ class MarkdownStream:
         return start + done
 
     def _start_line(self, final: bool) -> str:
-        """Decide what kind of line is held, if that can be told; what it begins with."""
+        """Decide what kind of line is held, if possible; return what to print before it."""
         found = opened_fence(self._held)
         mark = ""
         if self._fence or found:
             if not final and (found or (len(self._held) < 6 and opened_fence(self._held.lstrip() + "```"))):
-                return ""  # a fence line is shown when it is whole
+                return ""  # a fence line is shown once it is complete
             self._style = CODE
             if found and not self._fence:
                 self._style, self._fence = DIM, found[0]
@@ -78,7 +78,7 @@ class MarkdownStream:
 
 
 def _styled(line: str, final: bool) -> tuple[str, str]:
-    """(text with styles, what must wait for more). With `final`, nothing waits."""
+    """Return (text with styles, text that must wait for more). With `final`, nothing waits."""
     out, at = [], 0
     while starts := [i for i in (line.find("`", at), line.find("*", at)) if i >= 0]:
         start = min(starts)

@@ -1,4 +1,4 @@
-"""From what a user typed to a model that may be started: found here, or its download agreed to."""
+"""From a typed name to a model that can be started: found here, or its download agreed to."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A model that may be started."""
+    """A model that can be started."""
 
-    name: str  # what is handed to the backend
-    shown: str  # for people
+    name: str  # the backend's name for it
+    shown: str  # the name shown to people
     revision: str | None = None
     quant: str | None = None
 
@@ -33,7 +33,7 @@ class Choice:
 def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     """The model to run. None: the one in the settings, the one used last, a local one, the starter.
 
-    Raises ModelNotFound when it is not here and may not be fetched.
+    Raises ModelNotFound when it is not here and may not be downloaded.
     """
     if fake_engine():
         return Choice(name or "fake", name or "fake", quant="Q4_1")
@@ -51,18 +51,18 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
 def placed(
     env: Env, config: UserConfig, wish: str, model: str | None, resumed: str = ""
 ) -> tuple[Choice, Attached | None]:
-    """The model of `run` or `chat`, and the server that runs it, which is said; None: this process does.
+    """The model of `run` or `chat`, and the server that runs it (printed); None when this process runs it.
 
     wish      --attach-to
-    resumed   the model of the chat that goes on
+    resumed   the model of the resumed chat
     """
     if wish not in ("auto", "off"):
         attached = find_server(wish, (model,) if model else ())
         return Choice(model or "", model or wish), attached
     if wish == "auto" and model and can_be_named(config, model) and (attached := find_server(wish, (model,))):
-        choice = Choice(attached.model, model)  # the server knows it by this name: nothing is left to find out
+        choice = Choice(attached.model, model)  # the server knows it by this name: no lookup needed
     else:
-        choice = _usual(env, config, model, resumed)
+        choice = _default_choice(env, config, model, resumed)
         attached = find_server(wish, tuple(dict.fromkeys((choice.name, choice.shown))))
         choice = choice if attached is None else Choice(attached.model, choice.shown)
     if attached is not None:
@@ -70,20 +70,22 @@ def placed(
     return choice, attached
 
 
-def _usual(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
-    """The model asked for; else that of the chat that is resumed, if it is still here; else the usual one."""
+def _default_choice(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
+    """The requested model; else the resumed chat's, if it is still here; else the default one."""
     if name is None and resumed:
         try:
             return choose(env, config, resumed)
         except ModelNotFound:
-            env.console.warn(f"{clean_line(resumed)}, the model of this chat, is not here; another one goes on with it")
+            env.console.warn(
+                f"{clean_line(resumed)}, this chat's model, is not on this machine; another one takes over"
+            )
     return choose(env, config, name)
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
-    """Say what a name stands for on this machine. A local model is found without any request.
+    """Resolve a name on this machine. A local model is found without any request.
 
-    A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
+    A family's name is decided by the plan: its largest member that fits with 32k tokens of context, else with less.
     """
     from localllm import hub
 
@@ -97,7 +99,7 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
 
 def local(env: Env, config: UserConfig, name: str, kind: type[LocalLLMError] = ConfigError) -> Resolved:
-    """A model on this machine; `kind` is raised for one that is not here."""
+    """Resolve a model on this machine; raises `kind` for one that is not here."""
     resolved = resolve(env, config, name)
     if resolved.path is None:
         raise kind(f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}")
@@ -105,7 +107,7 @@ def local(env: Env, config: UserConfig, name: str, kind: type[LocalLLMError] = C
 
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
-    """The plan for a model that is not here, as the catalogue knows it; None for one it does not know."""
+    """The plan for a model that is not here, from its catalogue entry; None without one."""
     from localllm.hub import catalog
     from localllm.plan import fit
     from localllm.plan.planner import Planner
@@ -115,7 +117,7 @@ def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
 
 
 def fit_line(made: Plan | None) -> str:
-    """'memory weights 18.0 + KV 8.0 + work 1.6 = 27.6 GiB of 31.0 GiB with 32,768 tokens'; "" when it is not known."""
+    """'memory weights 18.0 + KV 8.0 + work 1.6 = 27.6 GiB of 31.0 GiB with 32,768 tokens'; "" without a plan."""
     if made is None:
         return ""
     work = made.work_bytes + made.margin_bytes
@@ -126,7 +128,7 @@ def fit_line(made: Plan | None) -> str:
 
 @contextmanager
 def opened(resolved: Resolved, mmproj: str) -> Iterator[OpenModel]:
-    """A local model's files, `mmproj` as of `open_model`; damage found in them names the command that repairs it."""
+    """Open a local model's files (`mmproj` as in `open_model`); damage raises an error naming the repair command."""
     from localllm.checkpoint.mapped_file import label
     from localllm.models.architectures import open_model
 
@@ -139,7 +141,7 @@ def opened(resolved: Resolved, mmproj: str) -> Iterator[OpenModel]:
 
 
 def choice_of(resolved: Resolved) -> Choice:
-    """The full name, so that nothing is decided a second time; the commit where one was asked for."""
+    """The full name, so that nothing is resolved twice; with the commit, if one was requested."""
     name = resolved.name
     if resolved.kind == "hub" and resolved.repo and "@" in resolved.asked and "@" not in name:
         name = f"{name}@{resolved.revision}"
@@ -148,7 +150,7 @@ def choice_of(resolved: Resolved) -> Choice:
 
 
 def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:
-    """Say what a name stands for and what would be downloaded."""
+    """Say what a name resolved to and what would be downloaded."""
     lines = list(resolved.lines)
     if line := fit_line(made):
         lines.insert(2, f"  {line}")
@@ -157,7 +159,7 @@ def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:
 
 
 def agree(env: Env, resolved: Resolved, *, asked_for: bool) -> None:
-    """Say what would be downloaded, and ask. The starter, which nobody asked for by name, is only announced."""
+    """Say what would be downloaded, and ask. The starter model, which nobody named, is only announced."""
     console = env.console
     announce(env, resolved, foreseen(env, env.config, resolved))
     if not asked_for or env.options.yes:

@@ -27,10 +27,10 @@ from .tools import answered
 
 
 def talk(env: Env, config: UserConfig, start: Start) -> int:
-    """Load, then questions and answers until Ctrl-D. Ctrl-C stops an answer; at the prompt, twice, it leaves."""
+    """Load the model, then answer until Ctrl-D. Ctrl-C stops an answer; twice at the prompt, it quits."""
     console, conversation = env.console, start.conversation
     if start.choice is None:
-        raise ConfigError("the line mode needs a model", "localllm chat MODEL --plain")
+        raise ConfigError("line mode needs a model", "localllm chat MODEL --plain")
     progress = env.progress(start.choice.shown)
     here = open_backend(env, config, start.sampling)
     with closing(backend_of(env, config, start)) if start.attached else here as backend:
@@ -41,7 +41,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
             if facts.embeds:
                 raise embeds_only(name)
             raise ConfigError(
-                f"{name} is a base model: it has no chat template", f'localllm run {name} "Once upon a time"'
+                f"{name} is a base model without a chat template", f'localllm run {name} "Once upon a time"'
             )
         conversation.model = start.choice.name
         device = f" on {facts.device}" if facts.device else ""
@@ -71,7 +71,7 @@ class Lines:
     def __init__(self, env: Env, config: UserConfig, session: Session) -> None:
         self._env, self._config, self._session = env, config, session
         self._talk = session.conversation
-        self._told = ""
+        self._shown_problem = ""
         if session.serves != OFF:
             try:
                 env.console.say(session.serve(session.serves))
@@ -82,7 +82,7 @@ class Lines:
             env.console.say(f"> {clean(self._talk.exchanges[-1].user)}")
 
     def loop(self) -> None:
-        """Until the end of input or /quit."""
+        """Run until the end of input or /quit."""
         line: str | None = self._session.first or ask(self._env)
         while line is not None:
             try:
@@ -100,14 +100,14 @@ class Lines:
                 raise
             except LocalLLMError as error:
                 self._env.console.say(clean(complaint(error)))
-            self._tell_problem()
+            self._show_problem()
             line = ask(self._env)
 
-    def _tell_problem(self) -> None:
+    def _show_problem(self) -> None:
         said = self._session.saver.problem or self._session.saver.notice
-        if said and said != self._told:
+        if said and said != self._shown_problem:
             self._env.console.warn(said)
-        self._told = said
+        self._shown_problem = said
 
     def _command(self, typed: Typed) -> None:
         if typed.command == "help":
@@ -119,7 +119,9 @@ class Lines:
         elif any(slash.plain and slash.name == typed.command for slash in SLASHES):
             self._env.console.say(clean(commands.run(self._session, typed)))
         else:
-            raise ConfigError(f"/{typed.command} is for the full screen", "localllm chat without --plain")
+            raise ConfigError(
+                f"/{typed.command} works in full-screen mode only", "start `localllm chat` without --plain"
+            )
         if typed.command in commands.SETTINGS:
             self._session.saver.save(self._talk)
 
@@ -128,12 +130,10 @@ class Lines:
         width = max(len(name) for name, _ in known)
         for name, meaning in known:
             self._env.console.say(f"{name:{width}}   {meaning}")
-        self._env.console.say(
-            "//text sends a message that begins with /; a backslash at the end of a line goes on in the next"
-        )
+        self._env.console.say("//text sends a message that starts with /; end a line with a backslash to continue it")
 
     def _turn(self, exchange: Exchange, goes_on: bool = False) -> None:
-        """One question; a failure is shown and the conversation goes on."""
+        """Answer one question; a failure is shown and the conversation continues."""
         console, backend = self._env.console, self._session.backend
         if not goes_on:
             self._save(exchange)
@@ -143,7 +143,7 @@ class Lines:
         exchange.text = exchange.text.rstrip()
 
         def turn() -> None:
-            """The answer, or what follows on what there is of it."""
+            """Generate the answer, or the rest of it."""
             view.close([])
             messages = self._talk.messages(exchange)
             if exchange.text:
@@ -163,7 +163,7 @@ class Lines:
             if isinstance(error, OutOfMemory) or error.exit_code == 6:
                 raise
             return
-        except BaseException:  # SIGTERM, SIGHUP, a second Ctrl-C: what there is of the answer is kept
+        except BaseException:  # SIGTERM, SIGHUP, a second Ctrl-C: keep the partial answer
             exchange.stop = exchange.stop or "partial"
             self._save(exchange)
             raise
@@ -175,7 +175,7 @@ class Lines:
             console.say(console.style(f"[{stats_line(exchange, backend.facts())}]", "dim", err=True))
 
     def _follow(self, turn: int, view: Text, exchange: Exchange) -> None:
-        """Show a turn; Ctrl-C ends it, and what was there by then is kept."""
+        """Show a turn; Ctrl-C ends it and keeps what has been generated."""
         backend, answers = self._session.backend, {turn: exchange}
         saved_at = time.monotonic()
 
@@ -189,16 +189,16 @@ class Lines:
         try:
             follow(backend, [turn], show, answers)
         except KeyboardInterrupt:
-            follow(backend, [turn], show, answers)  # it was told to stop: its end is near
+            follow(backend, [turn], show, answers)  # the turn was told to stop and ends soon
 
     def _save(self, exchange: Exchange) -> None:
         future = self._session.saver.save(self._talk, exchange)
         if future is not None:
-            future.exception()  # waits; what is wrong is said by `_tell_problem`
+            future.exception()  # waits; `_show_problem` reports an error
 
 
 def ask(env: Env) -> str | None:
-    """The next line; None at the end of input. A backslash at the end goes on in the next line."""
+    """Read the next line; None at the end of input. A backslash at its end continues on the next line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # editing and history in input()
     parts: list[str] = []

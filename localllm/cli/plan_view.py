@@ -1,4 +1,4 @@
-"""`localllm plan` for people: the table, the bar of the recommended row, with -v the formulas and their numbers."""
+"""`localllm plan` for people: the table, the memory bar of the recommended row, and with -v the formulas."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from localllm.plan.planner import Planner
 
 MIN_BAR, MAX_BAR = 20, 64
-FIRST_TOKEN_AT = 8192  # tokens of a prompt whose first token is foretold
-MIN_SHOWN = 16 << 20  # a smaller rest is not worth a word
+FIRST_TOKEN_AT = 8192  # prompt length for the estimated time to first token
+MIN_SHOWN = 16 << 20  # less free memory than this is not shown
 EIGHT_BITS = ("int8", "fp8")
 # part of the memory -> word, character, ASCII character, style
 PARTS = {
@@ -33,17 +33,17 @@ PARTS = {
     "free": ("free", "░", ".", "dim"),
 }
 MEANING = {
-    "weights": "as they lie in memory",
-    "kv": "keys and values: of requests side by side, and of finished prompts for reuse",
-    "context": "CUDA's own, loaded kernels, workspaces of libraries",
+    "weights": "as loaded",
+    "kv": "keys and values of concurrent requests, and of finished prompts for reuse",
+    "context": "CUDA context, loaded kernels, library workspaces",
     "program": "Python, torch, the tokenizer",
     "activations": "intermediate results of the largest step",
-    "logits": "of the tokens that are sampled",
+    "logits": "for the sampled tokens",
     "graphs": "captured decode steps with their outputs",
     "tables": "positions and pages",
-    "gathered": "keys and values that attention gathers without our kernels",
-    "learned": "what an earlier run took beyond its plan",
-    "margin": "left to others",
+    "gathered": "keys and values gathered by attention without our kernels",
+    "learned": "what an earlier run used beyond its plan",
+    "margin": "left free for others",
 }
 
 
@@ -58,9 +58,9 @@ class Subject:
     local: bool
     download_bytes: int = 0
     base: bool = False  # a base model: completes text
-    asked: str = ""  # the word on the command line that it stands for
-    path: Path | None = None  # its files, where it is on this machine
-    entry: Candidate | None = None  # in the catalogue, or as if it were
+    asked: str = ""  # the word on the command line that selected it
+    path: Path | None = None  # its files, when it is on this machine
+    entry: Candidate | None = None  # its catalogue entry, or one made up for it
     needs: str = ""  # what is missing to run it
 
     @property
@@ -73,7 +73,7 @@ class Row:
     """One subject at one context window."""
 
     subject: Subject
-    wished: int | str  # the window asked for: tokens, auto or max
+    wished: int | str  # the requested window: tokens, auto or max
     plan: Plan | None
     reason: str = ""  # why there is no plan
     fixes: tuple[tuple[str, str], ...] = ()
@@ -84,26 +84,26 @@ class Row:
 
     @property
     def weights(self) -> str:
-        """The format of the weights that would run."""
+        """The format of the weights as they would run."""
         return (self.plan.quant if self.plan else "") or self.subject.facts.stored_format
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Everything that is shown."""
+    """Everything that `plan` shows."""
 
     planner: Planner
     rows: tuple[Row, ...]
     windows: tuple[int | str, ...]
-    star: Row | None  # the row to take, at the window that `chat` would open it with
+    star: Row | None  # the recommended row, at the window that `chat` would use
     imagined: bool
     target_tps: float
-    shown: tuple[Subject, ...]  # in this order
+    shown: tuple[Subject, ...]  # in display order
     hints: tuple[str, ...] = ()
 
     @property
     def benched(self) -> bool:
-        """Whether a bench of this machine says how fast this device reads."""
+        """Whether the bandwidth comes from a bench on this machine."""
         made = next((row.plan for row in self.rows if row.plan), None)
         if made is None or self.imagined:
             return False
@@ -119,7 +119,7 @@ class Sheet:
 
 
 def show(env: Env, sheet: Sheet) -> None:
-    """Print everything: results on stdout, remarks on stderr."""
+    """Print everything: results to stdout, remarks to stderr."""
     console = env.console
     console.paragraph(machine_line(sheet))
     if not sheet.rows:
@@ -146,7 +146,7 @@ def show(env: Env, sheet: Sheet) -> None:
 
 
 def _broken(console: Console, line: str) -> None:
-    """A line on stdout, broken at words on a terminal that is too narrow."""
+    """Print a line to stdout, wrapped at words on a terminal that is too narrow."""
     room = columns(console.out_tty)
     indent = " " * (len(line) - len(line.lstrip()))
     if cell_width(line) <= room:
@@ -157,12 +157,12 @@ def _broken(console: Console, line: str) -> None:
 
 
 def machine_line(sheet: Sheet) -> str:
-    """What the plan is for, in a line."""
+    """Describe the planned machine in one line."""
     machine = sheet.planner.machine
     made = next((row.plan for row in sheet.rows if row.plan), None)
     parts = []
     for gpu in machine.gpus:
-        speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ", bandwidth not known"
+        speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ", bandwidth unknown"
         parts.append(f"{gpu.name}{' (not here)' if sheet.imagined else ''}, {gib(gpu.free_bytes)} free{speed}")
     if not parts:
         parts.append("no GPU")
@@ -237,7 +237,7 @@ def _short_format(name: str) -> str:
 
 
 def _fit(row: Row) -> str:
-    """What a window needs in GiB: for one sequence when it fits, and how much is missing when not."""
+    """The memory that a window needs in GiB: for one sequence if it fits, else also how much is missing."""
     made = row.plan
     if made is None:
         return "✗"
@@ -254,7 +254,7 @@ def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
     if sheet.star and sheet.star.subject is subject:
         words.append("recommended")
     if subject.base:
-        words.append("embeds text" if subject.facts.pooling else "base model")
+        words.append("embedding model" if subject.facts.pooling else "base model")
     if subject.needs:
         words.append(f"needs {subject.needs}")
     if away := max((row.plan.host_bytes for row in rows if row.plan), default=0):
@@ -273,16 +273,16 @@ def _window(one: int | str) -> str:
 
 def _remarks(sheet: Sheet) -> list[str]:
     sizes = "columns in GiB: weights, keys and values of one request, work, margin"
-    lines = [f"{sizes} · MEM CTX: the largest context there is room for"]
+    lines = [f"{sizes} · MEM CTX: the largest context that fits"]
     rows = [row for row in sheet.rows if row.subject in sheet.shown]
     if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in rows):
-        lines.append("own: the model's own limit is smaller than the window")
+        lines.append("own: the model's own limit is below this window")
     if any(row.plan and row.plan.basis == "measured" for row in rows):
         lines.append("✓ measured here, ≈ estimated")
     if any(row.plan and row.plan.kv in EIGHT_BITS and row.fits for row in rows):
-        lines.append("kv8: keys and values in 8 bits, because 16 would not leave room")
+        lines.append("kv8: keys and values in 8 bits, because 16 would not fit")
     if any(row.plan and row.plan.quant for row in rows):
-        lines.append("bf16→fp8: the file does not fit as it is, and becomes smaller while loading")
+        lines.append("bf16→fp8: too large as stored, so weights are converted while loading")
     lines += [f"quality of {clean_line(name)}: {note}, measured here" for name, note in qualities(sheet)]
     star = sheet.star.plan if sheet.star else None
     if star and sheet.star and sheet.star.wished == "auto" and star.ctx < star.max_ctx:
@@ -293,7 +293,7 @@ def _remarks(sheet: Sheet) -> list[str]:
 
 
 def qualities(sheet: Sheet) -> list[tuple[str, str]]:
-    """(model, what `localllm eval` found) for the formats that would run, each once."""
+    """(model, result of `localllm eval`) for the formats that would run, each once."""
     from localllm.plan.quality import note
 
     found: dict[tuple[str, str], None] = {}
@@ -307,7 +307,7 @@ def qualities(sheet: Sheet) -> list[tuple[str, str]]:
 
 
 def bar(env: Env, made: Plan, subject: Subject) -> list[str]:
-    """The memory of the recommended row as a bar, and what its pieces are. Every byte of the plan is in it."""
+    """The memory of the recommended row as a bar with a legend. It covers every byte of the plan."""
     console = env.console
     sizes = pieces(made)
     columns = shutil.get_terminal_size().columns if console.out_tty else 100
@@ -334,7 +334,7 @@ def bar(env: Env, made: Plan, subject: Subject) -> list[str]:
 
 
 def pieces(made: Plan) -> dict[str, int]:
-    """Parts of the memory that may be taken, in the order of the bar; all of it, but for a rest not worth a word."""
+    """Parts of the usable memory in bar order; a rest below MIN_SHOWN is left out."""
     reuse = max(0, made.kv_bytes - made.sequence_bytes)
     known = {"weights": made.weight_bytes, "kv": made.kv_bytes - reuse, "reuse": reuse, "margin": made.margin_bytes}
     known["work"] = sum(made.parts().values()) - sum(known.values())
@@ -345,7 +345,7 @@ def pieces(made: Plan) -> dict[str, int]:
 
 
 def shares(sizes: Sequence[int], width: int) -> list[int]:
-    """Lengths that add up to `width`, in proportion; what is there at all gets at least one."""
+    """Lengths proportional to `sizes` that add up to `width`; each is at least one."""
     total = sum(sizes) or 1
     lengths = [max(1, round(size * width / total)) for size in sizes]
     while sum(lengths) > width:
@@ -359,7 +359,7 @@ def shares(sizes: Sequence[int], width: int) -> list[int]:
 
 
 def formulas(row: Row, sheet: Sheet) -> list[str]:
-    """Every term of a row in bytes, and where the speed comes from."""
+    """Every term of a row in bytes, and how the speed was derived."""
     from localllm.plan.speeds import LAUNCH_S
 
     made, facts = row.plan, row.subject.facts
@@ -374,27 +374,27 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
     verdict = "it fits" if made.fits else f"{made.need_bytes - made.have_bytes:,} B too much"
     lines.append(f"  {'have'.ljust(width)}  {made.have_bytes:>{digits},} B  {verdict}")
     lines += [f"  {line}" for line in _model_lines(row)]
-    beside = ""
+    host_terms = ""
     if made.host_experts:
-        beside = " + the time of the experts in host memory"
-        read = f"a token reads {made.host_read_bytes:,} B of them"
-        lines.append(f"  {made.host_experts} experts a layer = {made.host_bytes:,} B in host memory; {read}")
+        host_terms = " + the time of the experts in host memory"
+        read = f"each token reads {made.host_read_bytes:,} B of them"
+        lines.append(f"  {made.host_experts} experts per layer = {made.host_bytes:,} B in host memory; {read}")
     if made.device != "cpu" and made.launches:
-        beside += f" + {made.launches:,} launches × {LAUNCH_S['cuda'] * 1e6:.0f} µs, more with the context"
+        host_terms += f" + {made.launches:,} launches × {LAUNCH_S['cuda'] * 1e6:.0f} µs, more with the context"
     if made.bandwidth:
         lines.append(
             f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"
-            f" + {facts.num_layers} layers × a constant{beside}) = {rate(made.decode_tps)} tok/s at the start,"
+            f" + {facts.num_layers} layers × a constant{host_terms}) = {rate(made.decode_tps)} tok/s at the start,"
             f" {rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
         )
     if made.basis == "measured":
-        lines.append("  the speed at the start was measured here; the rest follows the formula")
+        lines.append("  the speed at the start was measured here; the rest is estimated")
     lines += [f"  {reason}" for reason in made.reasons]
     return lines
 
 
 def _model_lines(row: Row) -> list[str]:
-    """The formulas of weights and KV with the model's own numbers."""
+    """The formulas of weights and KV cache with the model's numbers."""
     from localllm.models.architectures.facts import kv_bytes_per_token, state_layers
     from localllm.models.architectures.mixers import Paged
 
@@ -405,16 +405,16 @@ def _model_lines(row: Row) -> list[str]:
     ]
     for group in facts.cache_layers:
         layer, count = facts.keeping_layers[group[0]], sum(index < facts.num_layers for index in group)
-        if not count or not isinstance(layer.mixer, Paged):  # the head that predicts, which may not be asked
+        if not count or not isinstance(layer.mixer, Paged):  # a prediction head, which may be unused
             continue
         heads, keys, values = layer.mixer.kept
         window = f" that keep a window of {layer.mixer.window:,}" if layer.mixer.window else ""
         kept = f"2 × {count} layers{window} × {heads} heads × {keys}"
-        if keys != values:  # latents, and what turns of the keys
+        if keys != values:  # latents, and the rotary part of the keys
             kept = f"{count} layers{window} × ({keys} + {values})"
         one = kv_bytes_per_token([layer], kv)
-        lines.append(f"KV = {kept} values in {kv}: {one:,} B a layer and token")
+        lines.append(f"KV = {kept} values in {kv}: {one:,} B per layer and token")
     if state:
         stateful = sum(map(len, state_layers(facts)))
-        lines.append(f"state = {stateful} layers of any length: {state:,} B a sequence")
+        lines.append(f"state = {stateful} layers of constant size: {state:,} B per sequence")
     return lines

@@ -1,4 +1,4 @@
-"""What `run` does with its question besides asking it: bind the answer, cut what is too long, keep both in a chat."""
+"""What `run` does with a prompt besides sending it: constrain the answer, cut long input, save both as a chat."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TRUNCATE = ("never", "head", "middle")
 
 
 def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None:
-    """`--schema FILE|JSON` or `--grammar FILE`. Raises ConfigError; whether it can be enforced is seen later."""
+    """Parse `--schema FILE|JSON` or `--grammar FILE`. Raises ConfigError; the engine checks if it can be enforced."""
     if schema is not None and grammar is not None:
-        raise ConfigError("--schema and --grammar cannot be combined", "leave one of them out")
+        raise ConfigError("--schema and --grammar cannot be combined", "drop one of them")
     if grammar is not None:
         return Constraint("grammar", read_text(grammar, "--grammar"), param="--grammar")
     if schema is None:
@@ -40,31 +40,34 @@ def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--schema is not valid JSON: {error}", "give a file, or JSON that begins with {") from None
+        raise ConfigError(f"--schema is not valid JSON: {error}", "pass a file, or JSON that starts with {") from None
     if value is not True and not isinstance(value, dict):
-        raise ConfigError(f"--schema is {type(value).__name__}, a JSON schema is an object", "give an object")
+        raise ConfigError(
+            f"--schema must be a JSON object, not {type(value).__name__}",
+            'pass a schema such as \'{"type": "object"}\'',
+        )
     return Constraint("json_schema", value, param="--schema")
 
 
 @dataclass
 class Job:
-    """One prompt and how its answer is shown."""
+    """One prompt, and how to show its answer."""
 
     messages: list[Message]
     sampling: Sampling
     constraint: Constraint | None = None
     truncate: str = "never"
-    documents: tuple[Document, ...] = ()  # sent before the question, as much as there is room for
-    extract: str | None = None  # the language of the code block that is the answer; "" for any
-    tools: Toolbox | None = None  # what may be called without a question
-    chat: KeptChat | None = None  # where question and answer are kept
-    resumed: str = ""  # the model of the chat that goes on
-    template: dict[str, Any] = field(default_factory=dict)  # what the chat template is told about reasoning
+    documents: tuple[Document, ...] = ()  # put before the question, as far as they fit
+    extract: str | None = None  # language of the code block to extract; "" for any
+    tools: Toolbox | None = None  # tools that may be called without asking
+    chat: KeptChat | None = None  # where question and answer are saved
+    resumed: str = ""  # the model of the resumed chat
+    template: dict[str, Any] = field(default_factory=dict)  # chat template variables about reasoning
     place: str = "auto"  # a running server that has the model, `off`, or a server's address
     stream: bool = False
     show_thinking: bool = False
     stats: bool = False
-    trace: bool = False  # tell how long each phase of the start took
+    trace: bool = False  # report how long each phase of the start took
     markdown: bool = False
     strict: bool = False
 
@@ -75,27 +78,25 @@ def messages_of(system: str, text: str) -> list[Message]:
 
 
 def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
-    """Standard input, then files, then the words, with a blank line between. Raises ConfigError when all are empty."""
+    """Join standard input, files and words with blank lines. Raises ConfigError when all are empty."""
     parts = [piped_text(), *map(_file_text, files)]
     if list(words) != ["-"]:
         parts.append(" ".join(words))
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
-        raise ConfigError(
-            "there is nothing to say: no prompt, and nothing on standard input", 'localllm run MODEL "Hello"'
-        )
+        raise ConfigError("no prompt, neither as an argument nor on standard input", 'localllm run MODEL "Hello"')
     return text
 
 
 def _file_text(path: Path) -> str:
     text = read_text(path, "-f")
     if "\0" in text[:8192] or text.startswith("%PDF-"):
-        raise ConfigError(f"-f: {clean_line(str(path))} is not text", "name a text file")
+        raise ConfigError(f"-f: {clean_line(str(path))} is not text", "pass a text file")
     return text
 
 
 def piped_text() -> str:
-    """What was piped in; nothing from a terminal or a closed stream. Raises ConfigError for too much."""
+    """Text piped in; "" from a terminal or a closed stream. Raises ConfigError for too much."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return ""
     binary = getattr(sys.stdin, "buffer", None)
@@ -111,12 +112,12 @@ def shortened(
     count: Callable[[str], int],
     pictures: int = 0,
 ) -> tuple[list[Message], int, int]:
-    """The messages with the last one cut so that `ctx` tokens hold them and an answer; its tokens before and after.
+    """Cut the last message so that the conversation and an answer fit in `ctx`; return its tokens before and after.
 
-    pictures  tokens of those in the messages
-    side      head leaves the beginning out, middle the middle: the words of the command line come last, and stay
+    pictures  tokens of the pictures in the messages
+    side      head drops the beginning, middle the middle: the words of the command line come last, and stay
 
-    Raises ContextTooLong when there is no room even without it.
+    Raises ContextTooLong when even an empty last message does not fit.
     """
     from localllm.conversation.attachments import reserved
 
@@ -135,14 +136,14 @@ def shortened(
             return [*messages[:-1], Message(**messages[-1] | {"content": made})], before, kept
         if keep == 0:
             raise ContextTooLong(
-                f"what comes before the question leaves {max(room, 0):,} of {ctx:,} tokens for it",
-                "a larger --ctx, a shorter --system, or a new chat",
+                f"the messages before the question leave {max(room, 0):,} of {ctx:,} tokens for it",
+                "use a larger --ctx, a shorter --system, or a new chat",
             )
         keep = min(keep - 1, int(keep * max(room, 0) / kept))
 
 
 def _without(text: str, keep: int, side: str) -> str:
-    """`keep` characters of a text, with a mark where the others were."""
+    """Keep `keep` characters of a text, with a mark where others were cut."""
     if keep >= len(text):
         return text
     mark = f"[... {len(text) - keep:,} characters left out ...]\n"
@@ -153,18 +154,18 @@ def _without(text: str, keep: int, side: str) -> str:
 
 
 def code_block(text: str, language: str) -> str:
-    """The first fenced block of a text; with `language` the first that is marked so. Raises ConstraintUnmet."""
+    """The first fenced block of a text, or the first in `language`. Raises ConstraintUnmet."""
     from localllm.conversation.markdown import fenced_blocks
 
     for mark, block in fenced_blocks(text):
         if not language or mark.split(" ")[0].casefold() == language.casefold():
             return block
     what = f"{language} code block" if language else "code block"
-    raise ConstraintUnmet(f"the answer has no {what}", "without -x the whole answer is printed")
+    raise ConstraintUnmet(f"the answer has no {what}", "drop -x to print the whole answer")
 
 
 class KeptChat:
-    """The saved chat that a question goes on with (`-c`), or begins (`--log`)."""
+    """The saved chat that a question continues (`-c`) or starts (`--log`)."""
 
     def __init__(self, talk: Conversation, text: str) -> None:
         self.talk = talk
@@ -172,7 +173,7 @@ class KeptChat:
 
     @classmethod
     def open(cls, system: str, text: str, sampling: dict[str, Any], resumed: str | None) -> KeptChat:
-        """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
+        """Open a chat; `sampling` is filled in with the resumed chat's values. Raises ChatNotFound, HistoryError."""
         if resumed is None:
             from localllm.conversation.tree import Conversation
 
@@ -184,7 +185,7 @@ class KeptChat:
         return cls(talk, text)
 
     def attach(self, documents: Sequence[Document], sent: tuple[Document, ...] | None) -> None:
-        """What went before the question."""
+        """Record the documents that were put before the question."""
         self._exchange.attachments, self._exchange.sent = tuple(documents), sent
 
     @property
@@ -192,7 +193,7 @@ class KeptChat:
         return self.talk.messages(self._exchange)
 
     def save(self, answers: Sequence[Answer], model: str) -> str:
-        """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
+        """Save the question and its answers, one branch each. Returns the chat's id. Raises HistoryError."""
         from localllm.conversation.storage import saved_chat, saved_messages
         from localllm.history.store import History
 

@@ -1,4 +1,4 @@
-"""`serve --ray`: replicas of one model behind one endpoint, as the command sees them."""
+"""`serve --ray`: replicas of one model behind one endpoint, from the command's side."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ADDRESS = re.compile(r"auto|(ray://)?[\w.-]+:\d{4,5}|\[[0-9a-f:]+\]:\d{4,5}")
 def address_in(
     models: list[str], replicas: str | None, alone: Mapping[str, bool], *, ray: bool
 ) -> tuple[list[str], str]:
-    """The models without the address of a cluster, and that: `local` without one, "" without --ray.
+    """Split the words into models and the cluster's address: `local` when none is given, "" without --ray.
 
-    Raises ConfigError for what does not go with --ray: more than one model, and the options of `alone` that are given.
+    Raises ConfigError for anything --ray does not support: several models, and the options set in `alone`.
     """
     if not ray:
         if replicas is not None:
@@ -34,15 +34,15 @@ def address_in(
     named = [name for name in models if not ADDRESS.fullmatch(name)]
     addresses = [name for name in models if ADDRESS.fullmatch(name)]
     if len(named) != 1 or len(addresses) > 1:
-        raise ConfigError("--ray serves one model, and takes one address", "localllm serve MODEL --ray --replicas 2")
+        raise ConfigError("--ray takes one model and at most one address", "localllm serve MODEL --ray --replicas 2")
     for option, given in alone.items():
         if given:
-            raise ConfigError(f"{option} does not go with --ray", "leave it out, or serve without --ray")
+            raise ConfigError(f"{option} cannot be combined with --ray", "drop one of them")
     return named, addresses[0] if addresses else LOCAL
 
 
 class FleetLife:
-    """What is said and noted at the turns of the door's life: as of a server's, but for what is ready."""
+    """Notices over the life of a fleet's HTTP server; the server's own notices, except for what is ready."""
 
     def __init__(self, life: Any, console: Console, model: str) -> None:
         self._life, self._console, self._model = life, console, clean_line(model)
@@ -67,7 +67,7 @@ def serve_replicas(
     config: UserConfig, options: Any, model: Choice, prompts: Sequence[str], life: FleetLife,
     fleet: tuple[str, str, list[str] | None],
 ) -> bool:  # fmt: skip
-    """Serve until a signal; `prompts` are pinned, `fleet` is the address, how many, other names. True: all is freed."""
+    """Serve until a signal; pin `prompts`. `fleet` is (address, count, aliases). True means all memory is freed."""
     from localllm.server.cluster.deployment import FleetOptions, replicas_of
     from localllm.server.cluster.replica import ReplicaOptions
     from localllm.server.cluster.run import serve

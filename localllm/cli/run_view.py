@@ -1,4 +1,4 @@
-"""Ways to show a run's answer: not before the envelope, as events, or as text."""
+"""Ways to show a run's answer: in the final envelope only, as events, or as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def usage_json(usage: Usage) -> dict[str, int]:
-    """Tokens, as run/1 and its events have them."""
+    """Token counts for run/1 and its events."""
     return {
         "prompt": usage.prompt_tokens,
         "cached": usage.cached_tokens,
@@ -31,7 +31,7 @@ def usage_json(usage: Usage) -> dict[str, int]:
 
 
 def timing_json(timing: Timing) -> dict[str, float]:
-    """Times, as run/1 and its events have them."""
+    """Times for run/1 and its events."""
     return {
         "ttft_ms": round(timing.ttft_s * 1000, 1),
         "prefill_tps": round(timing.prefill_tps, 1),
@@ -43,7 +43,7 @@ def timing_json(timing: Timing) -> dict[str, float]:
 
 
 class StartTrace:
-    """How long each phase of a start took, from the process's own begin to the first token."""
+    """How long each phase of a start took, from process start to the first token."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, float]] = [("start", process_begun())]
@@ -53,15 +53,15 @@ class StartTrace:
             self._begun.append((phase.name, time.monotonic()))
 
     def line(self, timing: Timing) -> str:
-        """'start 0.46 s, resolve 0.06 s, import 1.37 s, weights 0.05 s, first token 0.54 s, in all 2.48 s'."""
+        """'start 0.46 s, resolve 0.06 s, import 1.37 s, weights 0.05 s, first token 0.54 s, total 2.48 s'."""
         names, begins = zip(*self._begun, strict=True)
         took = [end - begin for begin, end in pairwise(begins)]
-        parts = [*zip(names, took, strict=False), ("first token", timing.ttft_s), ("in all", sum(took) + timing.ttft_s)]
+        parts = [*zip(names, took, strict=False), ("first token", timing.ttft_s), ("total", sum(took) + timing.ttft_s)]
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts)
 
 
 def process_begun() -> float:
-    """When this process began, on the monotonic clock; now, where the system does not say."""
+    """When this process started, on the monotonic clock; now, where the system does not say."""
     now = time.monotonic()
     try:
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -104,7 +104,7 @@ class RunEvents:
 
 
 class Text:
-    """The answer as text: as it comes, or whole; on a terminal with styles and without anything it would obey."""
+    """The answer as text, streamed or whole; on a terminal, cleaned and with styles."""
 
     def __init__(self, console: Console, job: Job) -> None:
         self._console = console
@@ -123,7 +123,7 @@ class Text:
             self._piece(event.kind, event.text)
 
     def close(self, answers: Sequence[Answer]) -> None:
-        """Print what streaming did not, and end the line."""
+        """Print what was not streamed, and end the line."""
         if not self._job.stream:
             for number, one in enumerate(answers):
                 if number:

@@ -1,4 +1,4 @@
-"""The models a server offers, and how it loads them: what is on this machine, as `ServedModel`s."""
+"""The models a server offers and how it loads them: models on this machine as `ServedModel`s."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_offers() -> list[ServedModel]:
 
 
 def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[ServedModel]:
-    """The models that were named; the aliases are the first one's."""
+    """The models that were named; the aliases belong to the first."""
     from localllm import hub
 
     known = {model.name: model for model in hub.list_local()}
@@ -45,7 +45,7 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Serv
 
 
 def _described(name: str) -> LocalModel | None:
-    """A model that is named by its path or a revision."""
+    """Describe a model that is named by path or revision."""
     from localllm import hub
     from localllm.hub.names import parse_name
 
@@ -72,7 +72,7 @@ def _offer(model: LocalModel) -> ServedModel:
 
 
 def _template(path: Path) -> str:
-    """The chat template in a model's files; "" where there is none, or none that can be read."""
+    """The chat template in a model's files; "" when there is none, or it is unreadable."""
     from localllm.models.architectures import open_model
     from localllm.tokenizer.files import load_tokenizer
 
@@ -84,11 +84,11 @@ def _template(path: Path) -> str:
 
 
 def _also(model: LocalModel) -> tuple[str, ...]:
-    """What Ollama's clients call it: llama3.2:3b, or qwen3:4b for the catalogue's qwen3-4b."""
+    """Its names for Ollama's clients: llama3.2:3b, or qwen3:4b for the catalogue's qwen3-4b."""
     from localllm.hub import catalog
 
     if model.is_foreign:
-        called = dict.fromkeys((model.base.partition("/")[2], model.short))  # with hf.co before it, and without
+        called = dict.fromkeys((model.base.partition("/")[2], model.short))  # with and without hf.co in front
         tagged = tuple(f"{name}:{model.quant}" if model.quant else name for name in called)
         return (*tagged, *called) if model.quant == "latest" else tagged
     names = {c.name for c in catalog.candidates() if c.spec.casefold() == model.name.casefold()}
@@ -97,13 +97,13 @@ def _also(model: LocalModel) -> tuple[str, ...]:
 
 
 class HubLibrary:
-    """Changes which models are on this machine, for `serve --ollama`."""
+    """Adds and removes models on this machine, for `serve --ollama`."""
 
     def __init__(self, config: UserConfig, *, offline: bool = False) -> None:
         self._config, self._offline = config, offline
 
     def pull(self, name: str, progress: OnProgress, cancel: threading.Event) -> None:
-        """Download; at once when it is here, in another program's store, too. A name from HTTP is never a path."""
+        """Download a model; returns at once if it is here or in another program's store. HTTP never names a path."""
         from localllm import hub
         from localllm.hub.names import parse_name
         from localllm.plan import fit
@@ -112,7 +112,7 @@ class HubLibrary:
         parse_name(name)
         resolved = fit.resolve(name, Planner.here(self._config.engine), offline=self._offline, config=self._config)
         if resolved.kind == "path":
-            raise InvalidRequest("a model to pull is named, not a path", param="model")
+            raise InvalidRequest("a model to pull must be a name, not a path", param="model")
         if resolved.path is None:
             hub.download(resolved, progress=progress, cancel=cancel)
 
@@ -128,7 +128,7 @@ class HubLibrary:
 
 
 def _ours(name: str, verb: str) -> LocalModel:
-    """A model of ours; whose is another program's is refused with that program's command."""
+    """One of our own models; another program's model is refused with that program's command."""
     from localllm import hub
 
     found = hub.exact(name)
@@ -141,7 +141,7 @@ def _ours(name: str, verb: str) -> LocalModel:
 class HubLoader:
     """Plans and loads models that are on this machine.
 
-    adapted   the id of the one that has the adapters of the options
+    adapted   id of the model that gets the adapters in the options
     """
 
     def __init__(self, options: EngineOptions, adapted: str = "") -> None:
@@ -159,14 +159,14 @@ class HubLoader:
         from localllm.plan.planner import Planner
 
         resolved = hub.resolve(model.source, offline=True)
-        assert resolved.path is not None, "offline, a name is a local model's or an error"
+        assert resolved.path is not None, "offline, a name is a local model or an error"
         options = self._of(model)
         with open_model(resolved.path, options.mmproj) as checkpoint:
             planner = fit.with_draft(Planner.here(options, machine))
             return planner.plan_within(checkpoint.facts, checkpoint.path)
 
     def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
-        """The loaded model, with the context of its plan."""
+        """Load a model with the context of its plan."""
         from localllm import hub
         from localllm.llm.llm import LLM
 
@@ -175,5 +175,5 @@ class HubLoader:
             options = replace(options, ctx=self.plan(model, machine).ctx)
         llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)
         hub.remember_model(model.source)
-        llm.keeps_pace, llm.keeps_weights = True, False  # an end is waited for
+        llm.keeps_pace, llm.keeps_weights = True, False  # shutdown waits for unfinished writes
         return llm

@@ -1,4 +1,4 @@
-"""From a model's name to a running backend, and from a turn to its text: what `run`, `chat` and `bench` share."""
+"""From a model's name to a running backend, and from a turn to its text: shared by `run`, `chat` and `bench`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from localllm.config import UserConfig
     from localllm.llm.llm import LLM
 
-POLL_S = 0.02  # How often the queue of events is drained: below what a reader notices.
+POLL_S = 0.02  # how often the event queue is drained: faster than a reader notices
 
 
 class BackendError(LocalLLMError):
-    """A failure that arrived as an event; its code says which exit code it has."""
+    """A failure that arrived as an event; its code determines the exit code."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(
@@ -36,14 +36,14 @@ class BackendError(LocalLLMError):
 
 
 def split_code(code: str) -> tuple[int, int]:
-    """'E1203' -> (12, 3); (1, 1) for what is no code."""
+    """'E1203' -> (12, 3); (1, 1) for anything that is no code."""
     digits = code[1:] if code.startswith("E") else ""
     return (int(digits[:-2]), int(digits[-2:])) if digits.isdigit() and len(digits) >= 3 else (1, 1)
 
 
 @dataclass
 class Sampling:
-    """What the user gave on top of the model's recommended sampling."""
+    """What the user set on top of the model's recommended sampling."""
 
     given: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Sampling:
     _turns: int = 0
 
     def next_turn(self) -> dict[str, Any]:
-        """What was given, for the next turn: sample i of several takes seed + i."""
+        """The user's values for the next turn: sample i of several gets seed + i."""
         given = dict(self.given) | ({"stop": self.stop} if self.stop else {})
         if self.num_samples > 1 and given.get("seed") is not None:
             given["seed"] += self._turns % self.num_samples
@@ -59,25 +59,25 @@ class Sampling:
         return given
 
     def used(self, facts: Facts) -> SamplingParams:
-        """What the first turn has with this model."""
+        """The sampling parameters of the first turn with this model."""
         return SamplingParams(**{name: value for name, value, _ in facts.sampling} | self.given | {"stop": self.stop})
 
 
 @contextmanager
 def open_backend(env: Env, config: UserConfig, sampling: Sampling, **more: Any) -> Iterator[ChatBackend]:
-    """A backend that is closed at the end; arguments as of `make_backend`."""
+    """Open a backend and close it at the end; arguments as in `make_backend`."""
 
     def on_keep(trouble: str) -> None:
         if trouble:
             env.console.warn(trouble)
         else:
-            env.console.say("keeping the weights for the next start; Ctrl-C skips it")
+            env.console.say("saving repacked weights for faster starts; Ctrl-C skips this")
 
     backend = make_backend(env, config, sampling, on_keep=on_keep, **more)
     try:
         yield backend
     except (KeyboardInterrupt, SystemExit, Aborted):
-        raise  # the process is about to end: nothing is worth waiting for
+        raise  # the process is ending: do not wait for the backend
     except BaseException:
         backend.close()
         raise
@@ -95,13 +95,13 @@ def make_backend(
     on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
     on_keep: Callable[[str], None] | None = None,
 ) -> ChatBackend:
-    """A running server, the engine in this process, or the scripted one.
+    """Make the backend: a running server, the engine in this process, or the scripted one.
 
     completes    a base model continues the text instead of refusing it
-    constraint   what every answer must be
-    attached     the server that computes; None for this process
+    constraint   the constraint on every answer
+    attached     the server to use; None for this process
     on_loaded    called with every model that is loaded in this process
-    on_keep      of `InProcessBackend`
+    on_keep      see `InProcessBackend`
     """
     if attached is not None:
         from localllm.backend.over_http import RemoteBackend
@@ -128,7 +128,7 @@ def make_backend(
 
 
 def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress | None = None) -> tuple[Facts, float]:
-    """Show phases until the model is ready. Returns its facts and the seconds that took; raises why loading failed."""
+    """Show phases until the model is ready. Returns its facts and the loading time; raises why loading failed."""
     start = time.monotonic()
     try:
         while True:
@@ -139,7 +139,7 @@ def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress
                     progress.update(event)
                     if on_progress is not None:
                         on_progress(event)
-                    if event.name == "ready":  # what follows belongs to a turn
+                    if event.name == "ready":  # later events belong to a turn
                         return backend.facts(), time.monotonic() - start
             progress.tick()
             time.sleep(POLL_S)
@@ -150,7 +150,7 @@ def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress
 
 
 def drain(backend: ChatBackend) -> Iterator[ChatEvent]:
-    """Everything in the queue now."""
+    """Yield everything in the queue now."""
     events = backend.events()
     while events:
         yield events.popleft()
@@ -162,9 +162,9 @@ def follow(
     on_event: Callable[[ChatEvent], None],
     so_far: Mapping[int, Answer] | None = None,
 ) -> list[Answer]:
-    """Drain until every turn has ended. Raises the first failure; stops the turns when interrupted.
+    """Drain events until every turn has ended. Raises the first failure; stops the turns when interrupted.
 
-    `so_far` holds what there is of each answer, also after an interruption; given again, it goes on from there.
+    `so_far` holds the partial answers, even after an interruption; pass it again to continue.
     """
     answers = {turn: Answer() for turn in turns} if so_far is None else so_far
     open_turns = set(turns)
@@ -193,14 +193,14 @@ def stats_line(answer: Answer, facts: Facts) -> str:
     cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
     parts = [
         counted(usage.completion_tokens, "token"),
-        *([f"{timing.decode_tps:.1f} tok/s"] if timing.decode_tps else []),  # one token has no pace
+        *([f"{timing.decode_tps:.1f} tok/s"] if timing.decode_tps else []),  # a single token has no speed
         f"TTFT {timing.ttft_s * 1000:.0f} ms",
         f"prompt {usage.prompt_tokens:,}{cached}",
     ]
     if timing.draft_tokens:
         share = timing.accepted_tokens * 100 // timing.draft_tokens
         by = "".join(f" by {name}" for name in ["+".join(timing.drafters)] if name)
-        parts.append(f"{share} % of {timing.draft_tokens:,} guesses{by} right")
+        parts.append(f"{share} % of {timing.draft_tokens:,} draft tokens{by} accepted")
     if facts.ctx:
         parts.append(f"ctx {(usage.prompt_tokens + usage.completion_tokens) * 100 // facts.ctx} %")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What a chat begins with, in lines, full-screen or in a browser: conversation, model, the engine that answers."""
+"""The starting state of a chat, in line mode, full-screen or in a browser: conversation, model, engine."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """What a chat begins with."""
+    """The starting state of a chat."""
 
     conversation: Conversation
     saver: Saver
     sampling: Sampling
-    choice: Choice | None = None  # None: nothing is loaded before something is chosen
+    choice: Choice | None = None  # None: load nothing until a model is chosen
     first: str = ""
     files: tuple[Document, ...] = ()
     ctx: str | None = None
     inline: bool = False
-    attached: Attached | None = None  # the server that computes; None for this process
-    shares: bool = False  # whether a server may run the models that are chosen later
-    serve: int | None = OFF  # the port at which the engine of this chat answers other programs; None: the usual one
+    attached: Attached | None = None  # the server to use; None for this process
+    shares: bool = False  # whether a server may run models chosen later
+    serve: int | None = OFF  # port on which this chat's engine serves other programs; None for the default port
     record: Record | None = None
     tools: Toolbox | None = None
 
 
 def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
-    """A saved chat, by the beginning of its id or `last`; `sampling` is filled with what it had set.
+    """Load a saved chat by the start of its id, or `last`; `sampling` is filled with the chat's values.
 
     Raises ChatNotFound, HistoryError.
     """
@@ -60,29 +60,29 @@ def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
 
     with History() as history:
         if name == "last" and not history.chats(1):
-            raise ChatNotFound("there is no saved chat to go on with", "leave out --continue")
+            raise ChatNotFound("no chat has been saved yet", "drop --continue")
         chat = history.find(name)
         return restored(chat, history.messages(chat.id), sampling)
 
 
 def preset_of(config: UserConfig, name: str | None) -> Preset:
-    """A preset of the settings, empty without a name. Raises ConfigError for an unknown one."""
+    """A preset from the settings; an empty one without a name. Raises ConfigError for an unknown name."""
     if name is not None and name not in config.presets:
         known = ", ".join(config.presets)
-        hint = f"one of: {known}" if known else f"`localllm config set presets.{name}.temperature 0.2` makes one"
-        raise ConfigError(f"there is no preset {name!r}", hint)
+        hint = f"one of: {known}" if known else f"`localllm config set presets.{name}.temperature 0.2` creates it"
+        raise ConfigError(f"unknown preset {name!r}", hint)
     return Preset() if name is None else config.presets[name]
 
 
 def typed_or_else(config: UserConfig, preset: str | None) -> dict[str, Any]:
-    """The sampling of flags and settings; with a preset that of flags alone, which win over it."""
+    """Sampling from flags and settings; with a preset, from flags alone, which override it."""
     given = config.sampling.given()
     is_typed = {name for name in given if config.origins.get(f"sampling.{name}") == "flag"}
     return given if preset is None else {name: value for name, value in given.items() if name in is_typed}
 
 
 def think_of(config: UserConfig, typed: str | None) -> str:
-    """How a model reasons: as was typed, else as the settings say. Raises ConfigError."""
+    """How the model reasons: the flag, else the setting. Raises ConfigError."""
     if typed is not None:
         one_of("--think", typed, THINK.split("|"), "--think off")
         return typed
@@ -90,7 +90,7 @@ def think_of(config: UserConfig, typed: str | None) -> str:
 
 
 def template_of(think: str) -> dict[str, Any]:
-    """What a chat template is told about reasoning."""
+    """The chat template's variables about reasoning."""
     if think == "auto":
         return {}
     from localllm.conversation.tree import template_values
@@ -99,7 +99,7 @@ def template_of(think: str) -> dict[str, Any]:
 
 
 def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str | None = None) -> Start:
-    """A new conversation, or a saved one. Raises ChatNotFound."""
+    """Start a new conversation, or resume a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver
     from localllm.conversation.tree import Conversation
 
@@ -108,7 +108,7 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
     else:
         typed = {name: v for name, v in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
         talk = load_chat(resumed, sampling.given)
-        # what the settings say gives way to what the chat had, what was typed now does not
+        # the saved chat's values override the settings; flags override both
         talk.sampling.update(typed)
         talk.system = system or talk.system
     talk.titles_itself = config.chat.title == "auto"
@@ -123,7 +123,7 @@ def _history() -> History:
 
 @contextmanager
 def noted(start: Start) -> Iterator[None]:
-    """This process in `localllm ps`; a folder that cannot be written costs that line, not the chat."""
+    """Register this process for `localllm ps`; an unwritable folder costs that entry, not the chat."""
     from localllm.device.processes import Record
 
     record = None
@@ -153,7 +153,7 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     from localllm.backend.placed import Place, PlacedBackend
 
     def place(model: str) -> Place | None:
-        first, start.attached = start.attached, None  # it was looked for already
+        first, start.attached = start.attached, None  # the first model's server is already known
         attached = first or find_server("auto", (model,))
         if attached is None:
             return None
@@ -166,7 +166,7 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
 
 
 def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:
-    """The chat as its interface runs it."""
+    """The session that the interface runs."""
     from localllm.conversation.session import Session
 
     model = (start.choice.shown or start.choice.name) if start.choice else ""
@@ -184,7 +184,7 @@ def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend)
 
 
 def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> None:
-    """What was saved, and how to go on with it."""
+    """Say what was saved, and how to continue."""
     if not conversation.summary and not conversation.exchanges:
         return
     summary = f" · {conversation.summary}" if conversation.summary else ""

@@ -1,4 +1,4 @@
-"""Tools of MCP servers in the line mode and in `run`: which there are, asking for calls, results in lines."""
+"""MCP tools in line mode and in `run`: finding them, asking before calls, printing results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ QUESTION = "run it? [y]es, once; [a]lways this tool; [n]o; ne[v]er this tool: "
 def toolbox(
     env: Env, config: UserConfig, file: Path | None, only: Collection[str] | None = None, *, asks: bool = True
 ) -> Toolbox | None:
-    """The tools of the servers in the settings and in `--mcp FILE`; None where there is no server. Connects to nothing.
+    """The tools of the servers in the settings and in `--mcp FILE`; None without servers. Opens no connection.
 
-    Raises ConfigError for the file; a wrong entry in the settings is a warning.
+    Raises ConfigError for errors in the file; a wrong entry in the settings is only a warning.
     """
     if file is None and not config.mcp_servers:
         return None
@@ -41,7 +41,7 @@ def toolbox(
         try:
             entries |= {entry.name: entry for entry in servers_of({name: value}, "mcp.servers")}
         except ConfigError as error:
-            env.console.warn(f"{clean_line(error.message)}; it is left out")
+            env.console.warn(f"{clean_line(error.message)}; skipping this server")
     if file is not None:
         entries |= {entry.name: entry for entry in read_servers(file)}
     if not entries:
@@ -59,9 +59,9 @@ def answered(
     console: Console, tools: Toolbox | None, answer: Answer, turn: Callable[[], None], facts: Callable[[], Facts],
     on_result: Callable[[Call], None] | None = None,
 ) -> None:  # fmt: skip
-    """An answer with the rounds of calls that it takes, `on_result` told of each that has its result.
+    """Generate an answer, including its rounds of tool calls; `on_result` is called with each result.
 
-    turn  lets the model go on with `answer`. Raises BackendError, which ends it, unless a tool's schema was the reason
+    turn  continues `answer`. A BackendError from it ends the answer and is raised, unless a tool's schema caused it
     """
     while True:
         try:
@@ -79,7 +79,7 @@ def answered(
 def _settle(
     console: Console, tools: Toolbox, answer: Answer, facts: Facts, on_result: Callable[[Call], None] | None
 ) -> bool:
-    """Ask for the calls of an answer, run them, show what came. Returns whether the model goes on."""
+    """Ask for permission, run the calls of an answer, show the results. Returns whether the model continues."""
     if said := calls.at_limit(answer):
         console.warn(said)
         return False
@@ -98,14 +98,14 @@ def _settle(
     except (KeyboardInterrupt, EOFError):
         calls.stop(answer)
         if not tools.asks:
-            raise  # nobody is there to go on: the command ends as for an answer that is stopped
+            raise  # nobody can continue: the command ends as for a stopped answer
         return False
     answer.end_round()
     return True
 
 
 def _permitted(tools: Toolbox, call: Call) -> bool:
-    """Ask until there is an answer."""
+    """Ask until the answer is valid."""
     while True:
         word = input(QUESTION).strip().lower()[:6]
         if word in ("a", "always", "v", "never"):
@@ -119,24 +119,28 @@ def _permitted(tools: Toolbox, call: Call) -> bool:
 def toolbox_for_run(
     env: Env, config: UserConfig, file: Path | None, only: Collection[str], num_samples: int
 ) -> Toolbox | None:
-    """The tools that `run` may call without a question, `only` those; no server is even started for none.
+    """The tools that `run` may call without asking: `only` those. Without any, no server is started.
 
     Raises ConfigError.
     """
     if not only:
         if file is None:
             return None
-        raise ConfigError("--mcp needs --yes-tools: run asks nothing", "--yes-tools NAME; localllm chat asks")
+        raise ConfigError(
+            "--mcp needs --yes-tools, because `run` never asks", "add --yes-tools NAME, or use `localllm chat`"
+        )
     if num_samples > 1:
-        raise ConfigError("-n and --yes-tools cannot be combined: every answer would call the tools", "leave one out")
+        raise ConfigError(
+            "-n and --yes-tools cannot be combined: every answer would call the tools", "drop one of them"
+        )
     tools = toolbox(env, config, file, only, asks=False)
     if tools is None:
-        raise ConfigError("--yes-tools needs MCP servers", "--mcp FILE, or [mcp.servers] in the settings")
+        raise ConfigError("--yes-tools needs MCP servers", "add --mcp FILE, or [mcp.servers] in the settings")
     return tools
 
 
 def connect_for_run(console: Console, tools: Toolbox) -> None:
-    """Connect. Raises ConfigError for a tool that there is not."""
+    """Connect to the servers. Raises ConfigError for an unknown tool."""
     try:
         said = tools.connect()
     except KeyboardInterrupt:
@@ -146,4 +150,4 @@ def connect_for_run(console: Console, tools: Toolbox) -> None:
             console.warn(line[2:])
     if missing := [name for name in tools.only or () if name not in tools.names]:
         known = ", ".join(tools.names) or "none"
-        raise ConfigError(f"--yes-tools {clean_line(missing[0])}: there is no such tool", f"there are: {known}")
+        raise ConfigError(f"--yes-tools {clean_line(missing[0])}: unknown tool", f"the tools are: {known}")

@@ -1,8 +1,8 @@
-"""`chat --web`: the same interface in a browser of this machine, one engine for all tabs, behind a one-time link.
+"""`chat --web`: the same interface in a local browser, one engine for all tabs, behind a one-time link.
 
-`textual-serve` starts one process per tab; each attaches to one server (`localllm serve`, started here when none runs),
-so that a model is loaded once. Only the loopback address is listened on. The link's token is good for one visit, which
-gets a cookie; Host and Origin are checked, since any web page can reach a port of this machine.
+`textual-serve` starts one process per tab. All tabs attach to one server (`localllm serve`, started here when none is
+running), so the model is loaded once. It listens on loopback only. The link's token admits one visit, which gets a
+cookie; Host and Origin are checked because any web page can reach a local port.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAB = [sys.executable, "-P", "-m", "localllm", "chat", "-q"]
 
 
 class Gate:
-    """Lets one visit in by its token, and then that browser by its cookie."""
+    """Admits one visit by its token, and from then on that browser by its cookie."""
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self._hosts = hosts
@@ -43,7 +43,7 @@ class Gate:
         self._used = False
 
     def check(self, host: str, origin: str | None, cookie: str, token: str | None) -> tuple[int, str]:
-        """(status, cookie to set): 200 lets in, 302 sets the cookie and leads to the page, 403 refuses."""
+        """(status, cookie to set): 200 admits, 302 sets the cookie and redirects to the page, 403 refuses."""
         if host not in self._hosts or (origin is not None and origin not in {f"http://{name}" for name in self._hosts}):
             return 403, ""
         if cookie and hmac.compare_digest(cookie.encode(), self._session.encode()):
@@ -55,18 +55,18 @@ class Gate:
 
 
 def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path] = ()) -> int:
-    """Serve until Ctrl-C. Every tab, and the server started for them, gets what was given by flags.
+    """Serve until Ctrl-C. Every tab, and the server started for them, gets the values of the flags.
 
-    attach   the files of `start`, by their paths
+    attach   paths of the files in `start`
     """
     try:
         import textual_serve.server  # noqa: F401
     except ImportError:
-        raise ConfigError("the browser mode needs the package textual-serve", "pip install 'localllm[web]'") from None
+        raise ConfigError("--web needs the package textual-serve", "pip install 'localllm[web]'") from None
     child: subprocess.Popen[bytes] | None = None
     words: list[str] = []
     key = ""
-    os.environ.update(_settings(config, start))
+    os.environ.update(_setting_variables(config, start))
     if not fake_engine():
         attached = start.attached
         if attached is None:
@@ -77,23 +77,23 @@ def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path]
     else:
         model = start.choice.name if start.choice else ""
     try:
-        return _serve(env, [*_TAB, *words, *_given(start, attach), "--", *filter(None, [model, start.first])], key)
+        return _serve(env, [*_TAB, *words, *_tab_flags(start, attach), "--", *filter(None, [model, start.first])], key)
     finally:
         if child is not None:
             child.terminate()
             child.wait(30)
 
 
-def _settings(config: UserConfig, start: Start) -> dict[str, str]:
-    """The settings that were given by flags or a preset, as variables."""
+def _setting_variables(config: UserConfig, start: Start) -> dict[str, str]:
+    """The settings given by flags or a preset, as environment variables."""
     given = {path: config.get(path) for path, origin in config.origins.items() if origin == "flag" and path in KEYS}
     given |= {f"sampling.{name}": value for name, value in start.conversation.sampling.items()}
     given |= {"chat.system": start.conversation.system} if start.conversation.system else {}
     return {KEYS[path].env: KEYS[path].kind.show(value) for path, value in given.items() if value is not None}
 
 
-def _given(start: Start, attach: Sequence[Path]) -> Iterator[str]:
-    """What no setting says, as flags of a tab's chat."""
+def _tab_flags(start: Start, attach: Sequence[Path]) -> Iterator[str]:
+    """Flags for a tab's chat that no setting covers."""
     yield from ("--think", start.conversation.think)
     for text in start.sampling.stop:
         yield f"--stop={text}"
@@ -104,7 +104,7 @@ def _given(start: Start, attach: Sequence[Path]) -> Iterator[str]:
 
 
 def _start_server(env: Env, model: str, checks: bool) -> tuple[subprocess.Popen[bytes], Attached]:
-    """A server of our own on a free port, ready to answer. Its messages go to our stderr."""
+    """Start a server of our own on a free port and wait until it is ready. Its messages go to our stderr."""
     env.console.say("starting the server that all tabs share")
     words = ["serve", model, "--port", "0", "--preload", "-y", *(["--debug-invariants"] if checks else [])]
     child = subprocess.Popen([sys.executable, "-P", "-m", "localllm", *words], stdin=subprocess.DEVNULL)
@@ -114,7 +114,7 @@ def _start_server(env: Env, model: str, checks: bool) -> tuple[subprocess.Popen[
             return child, attached
         time.sleep(0.1)
     child.terminate()
-    raise ServerError("the server did not start", "the lines above say why")
+    raise ServerError("the server did not start", "see its error above")
 
 
 def _ready(pid: int) -> Attached | None:
@@ -126,13 +126,13 @@ def _ready(pid: int) -> Attached | None:
 
 
 def _serve(env: Env, command: list[str], key: str) -> int:
-    sock = socket.create_server(("127.0.0.1", 0), backlog=64)  # before the link is shown: it is opened at once
+    sock = socket.create_server(("127.0.0.1", 0), backlog=64)  # before the link is shown, as it may be opened at once
     port = sock.getsockname()[1]
     gate = Gate((f"127.0.0.1:{port}", f"localhost:{port}"))
     if key:
-        os.environ["LOCALLLM_API_KEY"] = key  # the tabs' processes inherit it; it must not stand in their command line
+        os.environ["LOCALLLM_API_KEY"] = key  # inherited by the tabs' processes; kept out of their command lines
     server = make_server(shlex.join(command), port, gate)
-    env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (good for one browser; Ctrl-C ends it)")
+    env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (works in one browser; Ctrl-C to stop)")
     from aiohttp import web
 
     web.run_app(server._make_app(), sock=sock, print=lambda *_: None, handle_signals=True)
@@ -140,29 +140,30 @@ def _serve(env: Env, command: list[str], key: str) -> int:
 
 
 def make_server(command: str, port: int, gate: Gate) -> Any:
-    """The server of textual-serve, silent and behind the gate."""
+    """The textual-serve server, silenced and behind the gate."""
     from aiohttp import web
     from textual_serve.server import Server
 
     @web.middleware
-    async def behind(request: Any, handler: Any) -> Any:
+    async def check_visit(request: Any, handler: Any) -> Any:
         headers, cookie = request.headers, request.cookies.get(COOKIE, "")
         status, fresh = gate.check(headers.get("host", ""), headers.get("origin"), cookie, request.query.get("token"))
         if status == 403:
-            return web.Response(status=403, text="This link was used, or is not for you. Start chat --web again.\n")
+            text = "This link is invalid or has been used already. Run `localllm chat --web` again.\n"
+            return web.Response(status=403, text=text)
         if status == 302:
             response = web.Response(status=302, headers={"location": "/", "referrer-policy": "no-referrer"})
             response.set_cookie(COOKIE, fresh, httponly=True, samesite="Strict")
             return response
         return await handler(request)
 
-    class Behind(Server):
+    class GatedServer(Server):
         async def _make_app(self) -> Any:
             app = await super()._make_app()
-            app.middlewares.append(behind)
+            app.middlewares.append(check_visit)
             return app
 
         async def on_startup(self, app: Any) -> None:
-            """Say nothing: what is to be said was said."""
+            """Print nothing: the link has been shown."""
 
-    return Behind(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")
+    return GatedServer(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")

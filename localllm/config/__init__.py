@@ -1,8 +1,8 @@
-"""The user's settings: every key with its default, where a value came from, and the file they live in.
+"""The user's settings: every key with its default and origin, and the file they are stored in.
 
-Highest first: flag, environment (`LOCALLLM_` + upper-case path), `.localllm.toml` of the working folder (only with
-LOCALLLM_PROJECT=1), the user's file, default. A wrong value in a file, and a file that is not valid TOML, is a warning
-and the default holds; a wrong flag or variable is a `ConfigError`. Knows nothing of models, devices or commands.
+Precedence, highest first: flag, environment (`LOCALLLM_` + upper-case path), `.localllm.toml` in the working folder
+(only with LOCALLLM_PROJECT=1), the user's file, default. A wrong value in a file, or a file that is not valid TOML, is
+a warning and the default applies; a wrong flag or variable is a `ConfigError`. Independent of models and devices.
 """
 
 from .edit import set_key, unset_key

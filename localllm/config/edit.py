@@ -1,4 +1,4 @@
-"""Changes one setting in the user's file and leaves its comments and order as they are."""
+"""Changes one setting in the user's file, keeping its comments and order."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .load import read_toml, settings_file
 
 
 def set_key(path: str, text: str, file: Path | None = None) -> Any:
-    """Write `text` as the value of a key, an alias (`aliases.NAME`) or a key binding; returns the parsed value.
+    """Set a key, an alias (`aliases.NAME`) or a key binding to `text`; return the parsed value.
 
-    Raises ConfigError for an unknown key, a wrong value, or a file that cannot be read or written; nothing is changed
-    then.
+    Raises ConfigError for an unknown key, a wrong value, or a file that cannot be read or written; the file is then
+    unchanged.
     """
     parts, key = _split(path)
-    value: Any = text if key is None else key.parse(text, "given here")
+    value: Any = text if key is None else key.parse(text, "command line")
     _change(file, parts, _stored(text, value))
     return value
 
 
 def unset_key(path: str, file: Path | None = None) -> bool:
-    """Remove a key from the file; False when it was not there. Raises ConfigError as `set_key` does."""
+    """Remove a key from the file; return False when it was not there. Raises ConfigError as `set_key` does."""
     return _change(file, _split(path)[0], None)
 
 
 def _change(file: Path | None, parts: list[str], value: Any) -> bool:
-    """Write a value, or remove it with None; False when there is nothing to remove."""
+    """Write a value, or remove it when None; return False when there is nothing to remove."""
     import tomlkit
 
     file = file or settings_file()
-    read_toml(file)  # the same checks and messages as for reading
+    read_toml(file)  # the same checks and errors as when reading
     document = tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
     table: Any = document
     for part in parts[:-1]:
@@ -49,7 +49,7 @@ def _change(file: Path | None, parts: list[str], value: Any) -> bool:
         table[parts[-1]] = value
     elif table.pop(parts[-1], None) is None:
         return False
-    elif parts[0] == "presets" and not table.as_string().strip():  # else a preset of nothing goes on being offered
+    elif parts[0] == "presets" and not table.as_string().strip():  # drop a preset without keys
         del document[parts[0]][parts[1]]
     _write(file, document.as_string())
     return True
@@ -70,8 +70,8 @@ def _split(path: str) -> tuple[list[str], Key | None]:
         if (key := KEYS.get(f"sampling.{leaf}")) is None:
             known = {"system": None, "model": None} | dict.fromkeys(f.name for f in fields(SamplingConfig))
             raise ConfigError(
-                f"there is no setting {path!r}{did_you_mean(nearest(leaf, known))}",
-                f"a preset has {', '.join(known)}",
+                f"unknown setting {path!r}{did_you_mean(nearest(leaf, known))}",
+                f"a preset can set {', '.join(known)}",
                 context={"key": path},
             )
         return [first, name, leaf], replace(key, path=path)
@@ -81,7 +81,7 @@ def _split(path: str) -> tuple[list[str], Key | None]:
 
 
 def _stored(text: str, value: Any) -> Any:
-    """What stands in the file: numbers and switches as themselves; 32k, 30m and 32GiB as they were typed."""
+    """The value to store: numbers and switches as such; 32k, 30m and 32GiB as typed."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, (bool, str)):
@@ -93,7 +93,7 @@ def _stored(text: str, value: Any) -> Any:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the file in one step, through a link to the file it names; a reader sees the old text or the new one."""
+    """Replace the file atomically, following links; readers see either the old text or the new."""
     target = file.resolve()
     try:
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o644

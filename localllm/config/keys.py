@@ -1,4 +1,4 @@
-"""Every setting: its default, what it takes, what it means. Read-only values; nothing here reads a file."""
+"""Every setting: its default, accepted values and meaning. Read-only values; nothing here reads a file."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from .kinds import (
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
-# options of commands that are called otherwise than their settings
+# command-line options whose name differs from their setting's
 FLAGS = {"engine.adapters": "adapter", "engine.max_parallel": "parallel", "sampling.temperature": "temp"}
 
-# Names that mirror no key. Every other name is `LOCALLLM_` + a key's path.
+# variables that mirror no key; the others are `LOCALLLM_` + a key's path
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
-        "LOCALLLM_HOME": "one folder for data, cache, config and state, instead of the XDG ones",
-        "LOCALLLM_CACHE": "where the compiled CPU kernels lie, instead of the cache folder",
-        "LOCALLLM_STORES": "none: models of Ollama, LM Studio, llama.cpp and other Hugging Face caches stay unlisted",
-        "LOCALLLM_CPU_ISA": "the instruction set to build the CPU kernels for: portable, avx2, avx512, neon, ...",
+        "LOCALLLM_HOME": "one folder for data, cache, config and state, instead of the XDG folders",
+        "LOCALLLM_CACHE": "folder for the compiled CPU kernels, instead of the cache folder",
+        "LOCALLLM_STORES": "none: do not list models of Ollama, LM Studio, llama.cpp and other Hugging Face caches",
+        "LOCALLLM_CPU_ISA": "instruction set of the CPU kernels: portable, avx2, avx512, neon, ...",
         "LOCALLLM_API_KEY": "the key that `chat --attach-to URL` sends",
-        "LOCALLLM_CONFIG": "another settings file, as --config",
-        "LOCALLLM_PROJECT": f"1: also read {PROJECT_FILE} of the working folder",
-        "LOCALLLM_TESTING": "1: allows the variables for tests",
+        "LOCALLLM_CONFIG": "another settings file, like --config",
+        "LOCALLLM_PROJECT": f"1: also read {PROJECT_FILE} in the working folder",
+        "LOCALLLM_TESTING": "1: allow the variables for tests",
         **{name: f"{meaning}; for tests, refused without LOCALLLM_TESTING=1" for name, meaning in TEST_ONLY.items()},
-        "LOCALLLM_TEST_MODELS": "where the tests find the two real models",
+        "LOCALLLM_TEST_MODELS": "folder of the two real models for the tests",
         "HF_HOME": "the Hugging Face cache, shared with other tools",
         "HF_HUB_CACHE": "the model folder of that cache",
         "HF_TOKEN": "the hub's access token",
-        "HF_ENDPOINT": "another hub",
-        "HF_HUB_OFFLINE": "1: as `offline = true`",
-        "NO_COLOR": "any value: no colours",
+        "HF_ENDPOINT": "URL of another hub",
+        "HF_HUB_OFFLINE": "1: same as `offline = true`",
+        "NO_COLOR": "any value: no colors",
     }
 )
 
@@ -70,7 +70,7 @@ def _sampled(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting: its path in the file, and the attribute of the dataclass that holds it."""
+    """One setting: its path in the file, and the dataclass attribute that holds it."""
 
     path: str
     section: str
@@ -81,7 +81,7 @@ class Key:
 
     @property
     def env(self) -> str:
-        """The variable that sets it."""
+        """The environment variable that sets it."""
         return "LOCALLLM_" + self.path.replace(".", "_").upper()
 
     @property
@@ -90,7 +90,7 @@ class Key:
         return "--" + FLAGS.get(self.path, self.path.rpartition(".")[2]).replace("_", "-")
 
     def parse(self, value: Any, origin: str) -> Any:
-        """The value, or ConfigError naming where it came from."""
+        """Parse a value. Raises a ConfigError that names its origin."""
         try:
             return self.kind.parse(value)
         except (ValueError, TypeError, OverflowError):
@@ -101,7 +101,7 @@ class Key:
             if origin == "argument":
                 hint = f"use {self.attribute}={self.default!r}"
             elif origin == "flag":
-                where, hint = f"{self.flag} is {shown}", f"leave out {self.flag}"
+                where, hint = f"{self.flag} is {shown}", f"drop {self.flag}"
                 hint += f", or use {self.flag} {default}" if default else ""
             elif origin == self.env:
                 where, hint = f"{origin} is {shown}", f"`unset {origin}`"
@@ -122,78 +122,79 @@ def _key_of(section: str, f: Field[Any]) -> Key:
 class EngineOptions:
     """How a model runs.
 
-    One value for settings, flags and arguments of `LLM`, from which the planner makes the plan that the engine keeps.
-    None stands for a field's default. Raises ConfigError for a value that a setting does not take.
+    One object for the settings, flags and `LLM` arguments from which the planner makes the engine's plan. None means a
+    field's default. Raises ConfigError for a value that a setting does not accept.
     """
 
-    device: str = _key(DEVICE, "auto", "what computes; auto takes a GPU that can run the model, else the CPU")
-    dtype: str = _key(choice("auto", "float32", "bfloat16", "float16"), "auto", "type of activations")
+    device: str = _key(DEVICE, "auto", "device to run on; auto picks a GPU that can run the model, else the CPU")
+    dtype: str = _key(choice("auto", "float32", "bfloat16", "float16"), "auto", "data type of activations")
     activations: str = _key(
         choice("auto", "fp8", "nvfp4", "int8"),
         "auto",
-        "what activations are rounded to: fp8 or nvfp4 those of long prompts on a GPU; int8 all on the CPU, less"
-        " exact, and faster on some CPUs (docs/quality.md); auto: nothing on a GPU, 16 bits on the CPU",
+        "format that activations are rounded to: fp8 or nvfp4 for long prompts on a GPU; int8 for all on the CPU, less"
+        " exact but faster on some CPUs (docs/quality.md); auto: unrounded on a GPU, 16 bits on the CPU",
     )
-    ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
+    ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto: what fits, up to the model's limit")
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
-    gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "largest share of a GPU's memory to use")
+    gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "maximum fraction of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
-    threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto is one for each usable core")
-    deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
-    prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
+    threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto: one per usable core")
+    deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "batching never changes an answer; auto: on the CPU")
+    prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for reuse by prompts with the same prefix")
     kv_store: int = _key(
         SIZE,
         0,
-        "pages of prompts and answers are kept on the disk, up to this size, so that a chat that goes on after a"
-        " restart is not read again; who can read the disk can learn what was said; 0 keeps none",
+        "disk space for KV pages of prompts and answers, so that a chat continued after a restart is not read again;"
+        " anyone who can read the disk can learn what was said; 0 keeps none",
     )
     packed_store: int | Auto = _key(
         or_auto(SIZE),
         "auto",
-        "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
-        " repacks nothing; they are written in an idle moment, or at the end of a command; auto: up to a tenth of"
-        " what is free, on a disk of this machine; 0 keeps none",
+        "disk space for repacked weights of large models in the layout that the CPU reads, for faster starts; written"
+        " when idle or at the end of a command; auto: up to a tenth of the free space, on a local disk; 0 keeps none",
     )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",
-        "tokens are guessed and checked many at a time, which changes no answer; ngram: what followed the same words"
-        " before; draft: what the draft model says; mtp: what the model's own head says; auto: what is measured to pay",
+        "speculative decoding, which changes no answer; ngram: continue repeated text; draft: ask the draft model; mtp:"
+        " use the model's own prediction head; auto: whatever measures faster",
     )
     mmproj: str = _key(
         TEXT,
         "auto",
-        "what reads images for a GGUF model: auto, the mmproj file beside it; off, nothing; or a file",
+        "image encoder of a GGUF model; auto: the mmproj file next to it; off: none; or a file",
     )
-    draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
+    draft: str = _key(TEXT, "", "smaller model with the same vocabulary for speculative decoding; empty for none")
     adapters: tuple[str, ...] = _key(
-        ADAPTERS, (), "LoRA adapters to load with the model, NAME=PATH each; PATH is a folder in PEFT's format"
+        ADAPTERS, (), "LoRA adapters to load with the model, each as NAME=PATH; PATH is a PEFT folder"
     )
     experts: str = _key(
         choice("auto", "device", "host"),
         "auto",
-        "where the experts of a mixture lie; device: on the GPU; host: in host memory, computed by the CPU; auto: on"
-        " the GPU, and in host memory those that it has no room for",
+        "where to keep MoE experts; device: on the GPU; host: in host memory, computed by the CPU; auto: GPU first, and"
+        " the rest in host memory",
     )
     tensor_parallel: int | Auto = _key(
         or_auto(_whole(1, 8)),
         1,
-        "cards of this machine that compute one model together, each with a part; auto: as many as it needs; with"
-        " device cpu so many processes",
+        "GPUs of this machine to split the model across; auto: as many as it needs; with device cpu, the number of"
+        " processes",
     )
     split: str = _key(
         choice("auto", "tensor", "layers"),
         "auto",
-        "what each of several cards has; tensor: a part of every layer, and all compute at once; layers: some of the"
-        " layers, and they take turns; auto: what answers sooner, by the link between them",
+        "how to split a model across GPUs; tensor: each holds a part of every layer, and all compute at once; layers:"
+        " each holds some of the layers, and they take turns; auto: the faster one for the link between them",
     )
-    max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
-    ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
+    max_parallel: int = _key(_whole(1, 1024), 4, "requests to run at the same time")
+    ttl_s: float = _key(DURATION, 1800.0, "unload a model after this idle time", "ttl")
     # arguments of the Python API that are not settings
-    quant: str = "auto"  # what linear layers become while loading: auto, "" (as stored), or a target of `quant.encode`
-    prefill_budget: int | None = None  # prompt tokens of a step; None leaves it to the plan
+    quant: str = (
+        "auto"  # format to convert linear layers to on loading: auto, "" (as stored), or a `quant.encode` target
+    )
+    prefill_budget: int | None = None  # prompt tokens per step; None leaves it to the plan
     page_size: int = 16  # tokens
-    debug_invariants: bool = False  # check every page and count after every step
+    debug_invariants: bool = False  # check all page counts after every step
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -212,14 +213,14 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class PullConfig:
-    """What may be downloaded."""
+    """Limits on downloads."""
 
-    max_auto_bytes: int = _key(SIZE, 32 << 30, "a family name never picks a larger download by itself", "max_auto")
+    max_auto_bytes: int = _key(SIZE, 32 << 30, "largest download that a family name may pick", "max_auto")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Unset keys take the model's recommended values, else temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05."""
+    """Unset keys use the model's recommended values, else temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05."""
 
     temperature: float | None = _sampled("temperature")
     top_k: int | None = _sampled("top_k")
@@ -242,7 +243,7 @@ class ChatConfig:
     """Conversations."""
 
     system: str = _key(TEXT, "", "system message of every new chat")
-    think: bool | Auto = _key(or_auto(FLAG), "auto", "reasoning of models that can switch it")
+    think: bool | Auto = _key(or_auto(FLAG), "auto", "reasoning, for models that can switch it")
     save: bool = _key(FLAG, True, "keep chats on disk")
     title: str = _key(choice("auto", "off"), "auto", "auto: the first line of the first message")
 
@@ -251,18 +252,20 @@ class ChatConfig:
 class UiConfig:
     """The full-screen interface."""
 
-    theme: str = _key(THEME, "localllm-dark", "colours")
-    code_theme: str = _key(CODE_THEME, "auto", "colours of code; auto are those of the theme")
-    mouse: bool = _key(FLAG, True, "take mouse events")
+    theme: str = _key(THEME, "localllm-dark", "color theme")
+    code_theme: str = _key(CODE_THEME, "auto", "colors of code; auto: those of the theme")
+    mouse: bool = _key(FLAG, True, "handle the mouse")
     animations: bool | Auto = _key(or_auto(FLAG), "auto", "auto: off over ssh")
-    thinking: str = _key(choice("auto", "expanded", "collapsed", "hidden"), "auto", "how reasoning is shown")
-    stats: str = _key(choice("footer", "off"), "footer", "speeds below an answer")
-    enter: str = _key(choice("send", "newline"), "send", "newline: alt+enter or ctrl+j sends")
-    sidebar: bool | Auto = _key(or_auto(FLAG), "auto", "list of saved chats; auto: from 120 columns on")
+    thinking: str = _key(choice("auto", "expanded", "collapsed", "hidden"), "auto", "how to show reasoning")
+    stats: str = _key(choice("footer", "off"), "footer", "where to show speeds: below each answer, or nowhere")
+    enter: str = _key(choice("send", "newline"), "send", "what Enter does; newline: Alt+Enter or Ctrl+J sends")
+    sidebar: bool | Auto = _key(or_auto(FLAG), "auto", "show the list of saved chats; auto: from 120 columns on")
     keys: str = _key(choice("default", "vim"), "default", "keyboard style")
-    notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell, title and OSC 9 when an answer ends")
-    column: int = _key(_whole(0, 1000), 100, "largest text width in columns; 0 is all")
-    history_window: int = _key(_whole(1, 10_000), 16, "messages kept on screen")
+    notify: str = _key(
+        choice("never", "unfocused", "always"), "unfocused", "signal the end of an answer (bell, title, OSC 9)"
+    )
+    column: int = _key(_whole(0, 1000), 100, "maximum text width in columns; 0: full width")
+    history_window: int = _key(_whole(1, 10_000), 16, "number of messages kept on screen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +273,9 @@ class ServerConfig:
     """The HTTP endpoint."""
 
     host: str = _key(TEXT, "127.0.0.1", "address to listen on")
-    port: int = _key(_whole(0, 65535), 8000, "port; 0 takes a free one")
-    api_key_file: str = _key(TEXT, "", "file with the key that clients must send")
-    cors: tuple[str, ...] = _key(TEXTS, (), "web origins that may call")
+    port: int = _key(_whole(0, 65535), 8000, "port; 0 picks a free one")
+    api_key_file: str = _key(TEXT, "", "file of API keys; clients must send one of them")
+    cors: tuple[str, ...] = _key(TEXTS, (), "web origins allowed to call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +291,7 @@ class Preset:
 class UserConfig:
     """All settings with their origins. `origins[path]` is `default`, `flag`, `env NAME` or `file PATH`."""
 
-    model: str = _key(TEXT, "", "the model when none is named")
+    model: str = _key(TEXT, "", "default model")
     offline: bool = _key(FLAG, False, "never use the network")
     engine: EngineOptions = EngineOptions()
     pull: PullConfig = PullConfig()
@@ -302,8 +305,8 @@ class UserConfig:
     mcp_servers: Mapping[str, Any] = field(default_factory=dict)  # [mcp.servers], as `localllm.chat.mcp` reads it
     origins: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # of the warnings, those about keys and variables that there are not
-    broken: str = ""  # why a settings file could not be read at all; it is among the warnings too
+    unknown: tuple[str, ...] = ()  # the warnings about unknown keys and variables
+    broken: str = ""  # why a settings file could not be read at all; also one of the warnings
 
     def get(self, path: str) -> Any:
         """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for an unknown name."""
@@ -324,7 +327,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
     {"engine": EngineOptions, "pull": PullConfig, "sampling": SamplingConfig}
     | {"chat": ChatConfig, "ui": UiConfig, "server": ServerConfig}
 )
-TABLES = ("aliases", "presets", "keys")  # Tables whose keys are the user's own.
+TABLES = ("aliases", "presets", "keys")  # tables whose keys the user chooses
 
 
 def _keys() -> Iterator[Key]:
@@ -336,24 +339,24 @@ KEYS: Mapping[str, Key] = MappingProxyType({key.path: key for key in _keys()})
 
 
 def environment() -> dict[str, str]:
-    """Every environment name the program reads, with its meaning."""
-    return {key.env: f"as `{key.path}`" for key in KEYS.values()} | dict(ENVIRONMENT)
+    """Every environment variable that the program reads, with its meaning."""
+    return {key.env: f"same as `{key.path}`" for key in KEYS.values()} | dict(ENVIRONMENT)
 
 
 def find_key(path: str) -> Key:
-    """The key of a path; ConfigError with the nearest names for anything else."""
+    """The key at a path. Raises ConfigError with the nearest name for an unknown one."""
     if path in KEYS:
         return KEYS[path]
     near = nearest(path)
     raise ConfigError(
-        f"there is no setting {path!r}{did_you_mean(near)}",
+        f"unknown setting {path!r}{did_you_mean(near)}",
         f"localllm config get {near}" if near else "localllm config list",
         context={"key": path},
     )
 
 
 def nearest(path: str, among: Mapping[str, Any] = KEYS) -> str:
-    """The name among `among` that `path` was probably meant to be, or nothing."""
+    """The name in `among` that was probably meant, or ""."""
     from difflib import get_close_matches
 
     leaves = {p.rsplit(".", 1)[-1]: p for p in among}
@@ -364,5 +367,5 @@ def nearest(path: str, among: Mapping[str, Any] = KEYS) -> str:
 
 
 def did_you_mean(near: str) -> str:
-    """The end of a sentence about an unknown name."""
+    """The end of a message about an unknown name."""
     return f"; did you mean {near}?" if near else ""

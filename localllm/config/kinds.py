@@ -1,4 +1,4 @@
-"""Kinds of values: text from a variable or a flag, or a TOML value, becomes the value itself, or ValueError."""
+"""Kinds of values: parse a variable's or flag's text, or a TOML value, or raise ValueError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.request import Range
 
 
 def as_text(value: Any) -> str:
-    """A value as one types it: `true`, `a,b`, nothing for None."""
+    """Format a value as it would be typed: `true`, `a,b`, nothing for None."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
@@ -19,17 +19,17 @@ def as_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a key takes. `parse` raises ValueError or returns the value; `show` gives the text one would type for it."""
+    """The values that a key accepts. `parse` returns the value or raises ValueError; `show` formats it as typed."""
 
     expects: str
     parse: Callable[[Any], Any]
     show: Callable[[Any], str] = as_text
-    # the words it takes, if it takes words: what a wrong one was meant to be is looked for among them
+    # accepted words, if any: suggestions for a wrong word come from these
     names: Callable[[], Iterable[str]] = tuple
 
 
 def _only(suits: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """Passes on a value that suits; ValueError for another."""
+    """Return a parser that accepts suitable values unchanged and raises ValueError for others."""
 
     def parse(value: Any) -> Any:
         if not suits(value):
@@ -55,7 +55,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _adapters(value: Any) -> tuple[str, ...]:
-    """NAME=PATH each; a folder alone has the name of its last part."""
+    """NAME=PATH each; a path alone is named after its last part."""
     given = [f"{name}={path}" for name, path in value.items()] if isinstance(value, Mapping) else _texts(value)
     parts = [one.partition("=") if "=" in one else (one.rstrip("/").rpartition("/")[2], "=", one) for one in given]
     names = [name for name, _, _ in parts]
@@ -84,7 +84,7 @@ parse_tokens = _scaled({"": 1, "k": 1024})  # 4096, 8k -> tokens; ValueError
 
 
 def within(allowed: Range) -> Kind:
-    """A number of a range."""
+    """A number in a range."""
 
     def parse(value: Any) -> Any:
         if isinstance(value, bool) or (allowed.whole and isinstance(value, float)):
@@ -96,10 +96,10 @@ def within(allowed: Range) -> Kind:
 
     noun = "a whole number" if allowed.whole else "a number"
     if allowed.open:
-        return Kind(f"{noun} over {allowed.low:g}, up to {allowed.high:g}", parse)
+        return Kind(f"{noun} above {allowed.low:g}, up to {allowed.high:g}", parse)
     if allowed.whole and allowed.high >= 1 << 20:
-        return Kind(f"{noun} from {allowed.low}" if allowed.low > -(1 << 20) else noun, parse)
-    return Kind(f"{noun}, {allowed.low:g} to {allowed.high:g}", parse)
+        return Kind(f"{noun} of at least {allowed.low}" if allowed.low > -(1 << 20) else noun, parse)
+    return Kind(f"{noun} from {allowed.low:g} to {allowed.high:g}", parse)
 
 
 def _tokens(value: Any) -> int:
@@ -115,7 +115,7 @@ def choice(*names: str) -> Kind:
 
 
 def or_auto(kind: Kind) -> Kind:
-    """The word auto, or what `kind` takes."""
+    """The word auto, or whatever `kind` accepts."""
     return Kind(
         f"auto, or {kind.expects}",
         lambda value: "auto" if value == "auto" else kind.parse(value),
@@ -124,7 +124,7 @@ def or_auto(kind: Kind) -> Kind:
 
 
 def _styles() -> Iterable[str]:
-    """Pygments' styles; looked up only when a setting names one."""
+    """Pygments' styles, imported only when a setting names one."""
     from pygments.styles import get_all_styles
 
     return get_all_styles()
@@ -138,16 +138,16 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
 
 
 TEXT = Kind("text", _only(lambda value: isinstance(value, str)))
-FLAG, TEXTS = Kind("true | false", _flag), Kind("a list of texts", _texts)
-ADAPTERS = Kind("NAME=PATH each, no name twice", _adapters)
+FLAG, TEXTS = Kind("true | false", _flag), Kind("a list of strings", _texts)
+ADAPTERS = Kind("NAME=PATH entries with distinct names", _adapters)
 DEVICE = Kind(
     "auto | cpu | cuda | cuda:N",
     _only(lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is not None),
 )
 CODE_THEME = or_auto(
-    Kind("a style of Pygments, such as monokai", _only(lambda value: value in set(_styles())), names=_styles)
+    Kind("a Pygments style, such as monokai", _only(lambda value: value in set(_styles())), names=_styles)
 )
-# ours, and those of Textual: named here, because every command reads the settings and Textual takes long to import
+# ours and Textual's, listed here because every command reads the settings and Textual is slow to import
 THEMES = (
     "localllm-dark", "localllm-light", "ansi-dark", "ansi-light", "atom-one-dark", "atom-one-light",
     "catppuccin-frappe", "catppuccin-latte", "catppuccin-macchiato", "catppuccin-mocha", "dracula", "flexoki",
@@ -164,5 +164,5 @@ SIZE = Kind(
     "a size such as 32GiB", lambda value: int(parse_bytes(value)), _whole_units((1 << 30, "GiB"), (1 << 20, "MiB"))
 )
 DURATION = Kind(
-    "a time such as 90s, 30m or 2h; 0 is never", parse_seconds, _whole_units((3600, "h"), (60, "m"), (1, "s"))
+    "a time such as 90s, 30m or 2h; 0 for never", parse_seconds, _whole_units((3600, "h"), (60, "m"), (1, "s"))
 )

@@ -1,4 +1,4 @@
-"""Reads the settings: flags over environment over project file over the user's file over defaults."""
+"""Loads the settings: flags over environment over project file over the user's file over defaults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def settings_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's file: LOCALLLM_CONFIG, else the XDG one. It need not exist."""
+    """The user's settings file: LOCALLLM_CONFIG, else the XDG one. It may not exist."""
     return Path(environ["LOCALLLM_CONFIG"]).expanduser() if environ.get("LOCALLLM_CONFIG") else config_file()
 
 
@@ -43,19 +43,19 @@ def load_config(
     folder: Path | None = None,
     strict: bool = False,
 ) -> UserConfig:
-    """All settings, each with its origin.
+    """Load all settings, each with its origin.
 
-    flags    key path -> value; None is "not given"
-    path     the user's file (`--config`); when given it must exist
-    folder   where the project file is looked for; the working folder
-    strict   a file that cannot be read is an error, not a warning: where the defaults would be less safe than it
+    flags    key path -> value; None means "not given"
+    path     the user's file (`--config`); it must exist
+    folder   folder of the project file; by default the working folder
+    strict   an unreadable file is an error instead of a warning, for commands whose defaults would be less safe
 
     Raises ConfigError for a wrong flag or variable, and for a file given by `path` that cannot be read or is not valid
-    TOML. Unknown keys and wrong values in a file end up in `warnings`; so does the user's own file when it cannot be
-    read (then `broken` says why), and the defaults hold.
+    TOML. Unknown keys and wrong values in a file become `warnings`; so does an unreadable default file (`broken` says
+    why), and the defaults apply.
     """
     if path is not None and not path.is_file():
-        raise ConfigError(f"there is no settings file {path}", "leave --config out, or name a file that is there")
+        raise ConfigError(f"the settings file {path} does not exist", "drop --config, or name an existing file")
     loading = _Loading(strict=strict)
     loading.take_file(path or settings_file(environ), strict=path is not None)
     if environ.get("LOCALLLM_PROJECT") == "1":
@@ -68,7 +68,7 @@ def load_config(
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """The tables of a settings file; an absent file is empty. Raises ConfigError with file, line and column."""
+    """Read the tables of a settings file; a missing file is empty. Raises ConfigError with file, line and column."""
     hint = f"edit {file}, or move it away"
     try:
         return tomllib.loads(read_small(file, MAX_FILE_BYTES).decode())
@@ -76,14 +76,14 @@ def read_toml(file: Path) -> dict[str, Any]:
         return {}
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}", hint) from None
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number with thousands of digits
         raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}", hint) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None
 
 
 class _Loading:
-    """Values gathered so far; a later `put` wins."""
+    """The values gathered so far; a later `put` wins."""
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
@@ -107,7 +107,7 @@ class _Loading:
             if strict or self.strict:
                 raise
             self.broken = error.message
-            self.warnings.append(f"{error.message}; ignored, the defaults hold")
+            self.warnings.append(f"{error.message}; using the defaults")
             return
         for name, value in tables.items():
             if name == "mcp":
@@ -115,7 +115,7 @@ class _Loading:
             elif name not in (*SECTIONS, *TABLES):
                 self._take(name, value, origin)
             elif not isinstance(value, dict):
-                self.warnings.append(f"{file}: {name} must be a table, [{name}]; ignored")
+                self.warnings.append(f"{file}: {name} must be a table ([{name}]); ignored")
             elif name in TABLES:
                 self._take_table(name, value, origin)
             else:
@@ -125,9 +125,9 @@ class _Loading:
     def _take_servers(self, value: Any, file: Path) -> None:
         servers = value.get("servers") if isinstance(value, dict) and set(value) <= {"servers"} else None
         if not isinstance(servers, dict):
-            self.warnings.append(f"{file}: mcp must have servers and nothing else, [mcp.servers.NAME]; ignored")
-        elif file.name == PROJECT_FILE:  # its programs would run because somebody entered a folder
-            self.warnings.append(f"{file}: MCP servers are taken from your own settings only; ignored")
+            self.warnings.append(f"{file}: [mcp] must contain only [mcp.servers.NAME] tables; ignored")
+        elif file.name == PROJECT_FILE:  # entering a folder must not run its programs
+            self.warnings.append(f"{file}: MCP servers are only read from your own settings file; ignored")
         else:
             self.mcp_servers |= servers
             self.origins |= {f"mcp.servers.{name}": f"file {file}" for name in servers}
@@ -160,7 +160,7 @@ class _Loading:
             elif name != "presets" and isinstance(inner, str):
                 self.tables[name][key] = inner
             else:
-                wanted = "a table" if name == "presets" else "text"
+                wanted = "a table" if name == "presets" else "a string"
                 self.warnings.append(f"{origin[5:]}: {where} must be {wanted}; ignored")
                 continue
             self.origins[where] = origin
@@ -173,7 +173,7 @@ class _Loading:
             if leaf in ("system", "model") and isinstance(value, str):
                 own[leaf] = value
             elif key is None:
-                self.warnings.append(f"{origin[5:]}: {where}.{leaf} is not text, or not a key of a preset; ignored")
+                self.warnings.append(f"{origin[5:]}: {where}.{leaf} is not a string, or not a key of a preset; ignored")
             else:
                 try:
                     sampling[key.attribute] = replace(key, path=f"{where}.{leaf}").parse(value, origin)

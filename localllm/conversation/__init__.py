@@ -1,1 +1,1 @@
-"""A chat as data, without Textual: what line mode and the full-screen interface share."""
+"""A chat as data, shared by line mode and the full-screen interface. No Textual."""

@@ -1,4 +1,4 @@
-"""A streamed answer as it adds up: text, reasoning and how the turn ended."""
+"""A streamed answer as it accumulates: text, reasoning, calls, and how the turn ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.terminal import counted
 
 @dataclass(slots=True)
 class Call:
-    """A call of a tool: arguments as JSON text, and what came back, None until something has."""
+    """A tool call: its arguments as JSON text, and its result, None until there is one."""
 
     id: str = ""
     name: str = ""
@@ -25,7 +25,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was said before tools were called, and the calls with their results."""
+    """Text and reasoning before a set of tool calls, and the calls with their results."""
 
     text: str
     reasoning: str
@@ -34,11 +34,12 @@ class Round:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Answer:
-    """`stop` is empty until the turn has ended: stop | length | full | abort | error | partial | edited | unanswered.
+    """An answer. `stop` is empty until the turn ends, then
+    stop | length | full | abort | error | partial | edited | unanswered.
 
-    stop    `length` is the limit on an answer, `full` the end of the context window
-    rounds  what came before `text`, each ended by calls
-    calls   those that the model has made after `text`
+    stop    `length` is the token limit, `full` the end of the context window
+    rounds  earlier text, each piece ended by calls
+    calls   the calls that the model made after `text`
     """
 
     text: str = ""
@@ -51,8 +52,8 @@ class Answer:
     failed: Failed | None = None
 
     def add(self, event: ChatEvent) -> None:
-        """Take an event of this turn. The tokens of an answer that was continued are counted together, and once: those
-        that went back to the model as a part of its prompt are no tokens of the prompt."""
+        """Add an event of this turn. Tokens of a continued answer are counted once, as output: those sent back to the
+        model as part of its prompt do not count as prompt tokens."""
         if isinstance(event, Delta):
             if event.kind == "content":
                 self.text += event.text
@@ -63,7 +64,7 @@ class Answer:
         elif isinstance(event, Done):
             before, new = self.usage, event.usage
             self.stop, self.timing = str(event.stop), event.timing
-            if self.stop == "tool_calls":  # what a server calls the end of an answer with calls
+            if self.stop == "tool_calls":  # a server's finish reason for an answer with calls
                 self.stop = "stop"
             prompt = new.prompt_tokens and max(1, new.prompt_tokens - before.completion_tokens)
             self.usage = Usage(
@@ -82,16 +83,16 @@ class Answer:
 
     @property
     def wants_results(self) -> bool:
-        """Whether the model waits for what its calls give."""
+        """Whether the model waits for the results of its calls."""
         return bool(self.calls) and self.stop == "stop"
 
     def end_round(self, stop: str = "") -> None:
-        """The calls have their results: the model goes on, or the answer ends with `stop`."""
+        """Close the round once its calls have results; the model continues, or the answer ends with `stop`."""
         self.rounds.append(Round(self.text, self.reasoning, self.calls))
         self.text, self.reasoning, self.calls, self.stop = "", "", [], stop
 
     def round_messages(self) -> Iterator[Message]:
-        """The rounds as the model sees them."""
+        """The rounds as messages for the model."""
         for one in self.rounds:
             calls = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -106,7 +107,7 @@ class Answer:
 
     @property
     def stats(self) -> str:
-        """The line below: '↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms', and how the turn ended."""
+        """The statistics: '↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms', and how the turn ended."""
         usage, timing = self.usage, self.timing
         tokens = counted(usage.completion_tokens, "token")
         cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
@@ -119,7 +120,7 @@ class Answer:
             "abort": f"stopped by you · {tokens} · /continue · /regen",
             "length": f"reached the limit of {tokens} · /continue",
             "full": f"the context window is full after {tokens} · /ctx · /new",
-            "partial": "cut off when the program ended · /continue",
+            "partial": "cut off when the program exited · /continue",
             "edited": "edited by you",
             "unanswered": "not answered · /regen",
         }.get(self.stop)
@@ -127,7 +128,7 @@ class Answer:
 
 
 def failure_lines(failed: Failed) -> Sequence[str]:
-    """A failure as lines: what, and what to do next."""
+    """A failure as lines: what happened, and what to do next."""
     steps = [failed.hint] if failed.hint else []
     why = [f"  why  {failed.why}"] if failed.why else []
     steps += [f"{command}   {note}".rstrip() for command, note in failed.fixes if command != failed.hint]

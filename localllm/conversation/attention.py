@@ -1,7 +1,7 @@
-"""Calls for somebody who looks at another window: bell, notification (OSC 9), the window's title (`ui.notify`).
+"""Alerts a user who looks at another window: bell, notification (OSC 9), window title (`ui.notify`).
 
-Foreign text gets out only without anything a terminal obeys, behind words of ours: a payload of OSC 9 that begins with
-a number is a command to some terminals.
+Foreign text is cleaned and comes after our own words: some terminals take an OSC 9 payload that starts with a number
+as a command.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ TITLE_CELLS = 60
 
 
 def osc(number: int, text: str) -> str:
-    """An operating system command with a harmless text."""
+    """An operating system command with cleaned text."""
     return f"\x1b]{number};{clean_line(text)}{BELL}"
 
 
 def through_tmux(sequence: str) -> str:
-    """Wrapped so that tmux hands it on to the terminal; as it is outside of tmux."""
+    """Wrap a sequence so that tmux passes it on to the terminal; unchanged outside tmux."""
     if not os.environ.get("TMUX"):
         return sequence
     return "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
 
 
 class Attention:
-    """Knows whether the terminal's window is in front, and calls when it is not.
+    """Tracks whether the terminal's window is in front, and alerts the user when it is not.
 
     when    never | unfocused | always
-    write   to the terminal, past everything that is drawn
+    write   writes to the terminal, bypassing the screen
     """
 
     def __init__(self, when: str, write: Callable[[str], None]) -> None:
@@ -50,13 +50,13 @@ class Attention:
             self._titled = True
 
     def look(self, in_front: bool) -> None:
-        """The window came to the front, or went away from it."""
+        """Report that the window came to the front, or left it."""
         self._in_front = in_front
         if in_front:
             self.end()
 
     def end(self) -> None:
-        """The title is what it was."""
+        """Restore the window title."""
         if self._titled:
             self._titled = False
             self._write(RESTORE_TITLE)

@@ -1,4 +1,4 @@
-"""Copying text out of a terminal: every way there is, and the truth about which was taken."""
+"""Copying text out of a terminal by every available way, reporting which one worked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.terminal import gib
 
 from .attention import through_tmux
 
-OSC52_LIMIT = 100_000  # bytes; many terminals drop a longer sequence without a word
+OSC52_LIMIT = 100_000  # bytes; many terminals silently drop a longer sequence
 _COPY = (
     ("WAYLAND_DISPLAY", ("wl-copy",)),
     ("DISPLAY", ("xclip", "-selection", "clipboard")),
@@ -30,12 +30,12 @@ _PASTE = (
 
 
 def osc52(text: str) -> str:
-    """The escape sequence that asks a terminal to copy; wrapped so that tmux hands it on."""
+    """The escape sequence that makes a terminal copy `text`, wrapped so that tmux passes it on."""
     return through_tmux(f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\x07")
 
 
 def copy(text: str, write: Callable[[str], None]) -> str:
-    """Copy `text` with the system's tool and through the terminal (`write`). Returns what to tell the user."""
+    """Copy `text` with a system tool and through the terminal (`write`). Returns what to tell the user."""
     data = text.encode("utf-8", "replace")
     tool, _ = _with_tool(_COPY, data)
     ways = [f"with {tool}"] if tool else []
@@ -43,17 +43,17 @@ def copy(text: str, write: Callable[[str], None]) -> str:
         write(osc52(text))
         ways.append("through the terminal (OSC 52)")
     if not ways:
-        return f"{gib(len(data))} is too much for the terminal, and no wl-copy, xclip, xsel or pbcopy was found"
-    return f"{len(text):,} characters copied {' and '.join(ways)}"
+        return f"{gib(len(data))} is too much for the terminal, and wl-copy, xclip, xsel and pbcopy are missing"
+    return f"copied {len(text):,} characters {' and '.join(ways)}"
 
 
 def paste() -> str:
-    """What the system's clipboard holds as text; empty when no tool can tell."""
+    """The clipboard's contents as text; empty when no tool can read it."""
     return _with_tool(_PASTE)[1].decode("utf-8", "replace")
 
 
 def _with_tool(tools: Sequence[tuple[str, Sequence[str]]], given: bytes = b"") -> tuple[str, bytes]:
-    """(name, output) of the first (variable that must be set, command) that works; ("", b"") when none does."""
+    """(name, output) of the first (required variable, command) pair that works; ("", b"") when none does."""
     for variable, command in tools:
         if (not variable or os.environ.get(variable)) and shutil.which(command[0]):
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
-"""What slash commands do, without Textual: each takes the session and its argument, and returns what to say.
+"""The slash commands, without Textual: each takes the session and its argument, and returns what to say.
 
-What only the full screen has (panels, the prompt, branches on the screen) is in `tui.chat.commands`.
+Commands that need the full screen (panels, prompt, branches) are in `tui.chat.commands`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from localllm.terminal import clean_line, counted, gib, tokens_short
 
 
 def run(session: Session, typed: Typed) -> str:
-    """Do one of `COMMANDS`; those of `SLOW` take a while. Raises LocalLLMError with what the user did wrong."""
+    """Run one of `COMMANDS`; those in `SLOW` take a while. Raises LocalLLMError for a user error."""
     return COMMANDS[typed.command](session, typed.text)
 
 
@@ -51,7 +51,7 @@ def _rename(session: Session, text: str) -> str:
 
 def _undo(session: Session, text: str) -> str:
     session.conversation.undo()
-    return "taken back; it stays as a branch"
+    return "removed the last question; it stays as a branch"
 
 
 def _export(session: Session, text: str) -> str:
@@ -61,10 +61,10 @@ def _export(session: Session, text: str) -> str:
     ending = Path(text).suffix.lower().lstrip(".")
     kind, path = (word, rest.strip()) if word in FORMATS else (ending if ending in FORMATS else "md", text)
     if path == text and path and not {".", "/"} & set(path):
-        raise ConfigError(f"/export {clean_line(text)}: it can be {', '.join(FORMATS)}, or a path", "/export html")
+        raise ConfigError(f"/export {clean_line(text)}: it must be {', '.join(FORMATS)}, or a path", "/export html")
     talk = session.conversation
     if not talk.roots:
-        raise ConfigError("there is nothing to export yet", "")
+        raise ConfigError("this chat is empty", "")
     messages = {message.id: message for one in walked(talk.roots) for message in saved_messages(one)}
     page = render(saved_chat(talk), list(messages.values()), kind)
     name = "".join(c if c.isalnum() else "-" for c in talk.shown_title.lower()).strip("-")[:40] or "chat"
@@ -72,7 +72,7 @@ def _export(session: Session, text: str) -> str:
 
 
 def _free_path(name: str) -> str:
-    """A file of this name in the working folder that does not exist yet."""
+    """An unused file name in the working folder."""
     first = Path(name)
     paths = chain([first], (first.with_stem(f"{first.stem}-{number}") for number in count(2)))
     return str(next(path for path in paths if not path.exists()))
@@ -81,19 +81,19 @@ def _free_path(name: str) -> str:
 def _system(session: Session, text: str) -> str:
     talk = session.conversation
     if not text:
-        return f"system: {talk.system}" if talk.system else "no system message; /system TEXT sets one"
+        return f"system: {talk.system}" if talk.system else "no system message; set one with /system TEXT"
     talk.system = "" if text == "off" else text
-    return "system message set, it holds from the next message" if talk.system else "system message removed"
+    return "system message set, from the next message" if talk.system else "system message removed"
 
 
 def _think(session: Session, text: str) -> str:
     talk = session.conversation
     if not text:
-        return f"think is {talk.think}; it can be {', '.join(THINK)}"
+        return f"think is {talk.think}; choose from {', '.join(THINK)}"
     if text not in THINK:
-        raise ConfigError(f"/think {text}: it can be {', '.join(THINK)}", "/think off")
+        raise ConfigError(f"/think {text}: it must be one of {', '.join(THINK)}", "/think off")
     talk.think = text
-    return f"think {text}, from the next message; models that cannot switch it ignore this"
+    return f"think {text}, from the next message; models that cannot switch reasoning ignore this"
 
 
 def _set(session: Session, text: str) -> str:
@@ -101,22 +101,22 @@ def _set(session: Session, text: str) -> str:
     words = text.replace("=", " ").split()
     if not words:
         shown = ", ".join(f"{key} {number(value)}" for key, value in sampling.items())
-        return f"{f'Overrides: {shown}' if shown else 'No overrides; model defaults apply'}. Keys: {', '.join(names)}"
+        return f"{f'Overrides: {shown}' if shown else 'No overrides: model defaults apply'}. Keys: {', '.join(names)}"
     values = effective_sampling(session.backend.facts(), sampling)
     name = {"temp": "temperature"}.get(words[0], words[0])
     if name not in names:
-        raise ConfigError(f"there is no setting {name!r}", f"must be one of {', '.join(names)}")
+        raise ConfigError(f"unknown setting {name!r}", f"choose from {', '.join(names)}")
     if len(words) == 1:
         return sampling_line({name: values[name]}) if name in values else f"{name} is off"
     if words[1] in ("off", "auto", "default"):
         sampling.pop(name, None)
-        return f"{name} is back at the model's default"
+        return f"{name} is reset to the model's default"
     sampling[name] = parse_sampling(name, words[1])
     return f"{name} = {number(sampling[name])}, from the next message"
 
 
 def _params(session: Session, text: str) -> str:
-    """What holds for the next message, and who says so."""
+    """Show the parameters of the next message, and who set each."""
     talk = session.conversation
     values = effective_sampling(session.backend.facts(), talk.sampling)
     width = max(map(len, values), default=0)
@@ -133,7 +133,7 @@ def _preset(session: Session, text: str) -> str:
         return f"presets: {known or 'none yet; /preset save NAME saves these instructions and sampling'}"
     if words[0] not in presets:
         raise ConfigError(
-            f"there is no preset {words[0]}", f"must be one of {known}" if known else "/preset save NAME saves one"
+            f"unknown preset {words[0]}", f"choose from {known}" if known else "/preset save NAME saves one"
         )
     session.conversation.use(presets[words[0]])
     return f"preset {words[0]}, from the next message"
@@ -142,49 +142,49 @@ def _preset(session: Session, text: str) -> str:
 def _save_preset(session: Session, name: str) -> str:
     talk = session.conversation
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"{name} cannot be a preset's name", "use letters, digits, - and _")
+        raise ConfigError(f"{name} is not a valid preset name", "use letters, digits, - and _")
     values = ({"system": talk.system} if talk.system else {}) | {key: f"{v}" for key, v in talk.sampling.items()}
     if not values:
-        raise ConfigError("there are neither instructions nor sampling to save", "/system TEXT, /set temp 0.2")
+        raise ConfigError("there are no instructions or sampling values to save", "/system TEXT or /set temp 0.2")
     for key, value in values.items():
         set_key(f"presets.{name}.{key}", value)
     session.presets = load_config().presets
-    return f"preset {name} saved; /preset {name} uses it"
+    return f"preset {name} saved; use it with /preset {name}"
 
 
 def _attach(session: Session, text: str) -> str:
     if text == "off" or text.startswith("off "):
-        return _take_back(session, text[3:].strip())
+        return _detach(session, text[3:].strip())
     named = read_documents(text)
     refuse_pictures(named, session.backend.facts())
     session.files += named
     return f"{counted(len(session.files), 'file')} for the next message: {session.budget(session.files)}"
 
 
-def _take_back(session: Session, which: str) -> str:
-    """All files, or one by its number or name."""
+def _detach(session: Session, which: str) -> str:
+    """Remove all files, or one by number or name."""
     names = [one.name for one in session.files]
     if not which:
         session.files.clear()
-        return "no file goes with the next message"
+        return "removed all files from the next message"
     at = int(which) - 1 if which.isdecimal() else names.index(which) if which in names else -1
     if not 0 <= at < len(names):
         known = ", ".join(f"{i} {clean_line(name)}" for i, name in enumerate(names, 1)) or "no files"
-        raise ConfigError(f"/attach off {which}: there are {known}", "/attach off")
-    return f"{clean_line(session.files.pop(at).name)} is taken back"
+        raise ConfigError(f"/attach off {which}: the files are {known}", "/attach off")
+    return f"removed {clean_line(session.files.pop(at).name)}"
 
 
 def _paste(session: Session, text: str) -> str:
     found = clipboard.paste()
     if not found:
-        missing = "the clipboard is empty, or wl-paste, xclip and pbpaste are not there"
-        raise ConfigError(missing, "paste with the terminal's own key")
+        missing = "the clipboard is empty, or wl-paste, xclip and pbpaste are missing"
+        raise ConfigError(missing, "paste with the terminal's own shortcut")
     session.files.append(text_document("clipboard.txt", found))
     return ""
 
 
 def _picked(session: Session, what: str) -> tuple[str, str]:
-    """(text, what it is) of what /copy names. Raises ConfigError when there is no such thing."""
+    """(text, description) of what /copy names. Raises ConfigError when it does not exist."""
     answers = [exchange for exchange in session.conversation.exchanges if exchange.text]
     if not answers:
         raise ConfigError("there is no answer to copy yet", "")
@@ -199,7 +199,8 @@ def _picked(session: Session, what: str) -> tuple[str, str]:
         found, kind, which = [one.text for one in answers], "answer", what
         usage = "/copy, /copy 2, /copy code, /copy all"
     if which and (not which.isdigit() or not 1 <= int(which) <= len(found)):
-        raise ConfigError(f"/copy {what}: there are {kind}s 1 to {len(found)}", usage)
+        where = "the last answer" if kind == "code block" else "this chat"
+        raise ConfigError(f"/copy {what}: {where} has {counted(len(found), kind)}", usage)
     return (found[int(which) - 1], f"{kind} {which}") if which else (found[-1], f"the last {kind}")
 
 
@@ -216,7 +217,7 @@ def _save(session: Session, text: str) -> str:
 
 
 def _ctx(session: Session, text: str) -> str:
-    """What fills the window."""
+    """Show what fills the context window."""
     talk, facts, count = session.conversation, session.backend.facts(), session.backend.count_tokens
     turns = [one for one in talk.exchanges if one.counts]
     asked = [one for one in turns if one.attachments]
@@ -234,13 +235,13 @@ def _ctx(session: Session, text: str) -> str:
     reply = int(talk.sampling.get("max_tokens") or 0)
     lines = [f"{name:22}{tokens:>8,}" for name, tokens in parts.items() if tokens]
     if reply:
-        lines.append(f"{'reserved for a reply':22}{reply:>8,}")
+        lines.append(f"{'reserved for answer':22}{reply:>8,}")
     if facts.ctx:
         free = max(0, facts.ctx - sum(parts.values()) - reply)
         lines.append(f"{'free':22}{free:>8,}   of {tokens_short(facts.ctx)}")
     left = sum(1 for one in talk.exchanges if one.forgotten)
     if left:
-        lines.append(f"{counted(left, 'question')} left out of the context")
+        lines.append(f"{counted(left, 'question')} dropped from the context")
     return "\n".join(lines) or "the context is empty"
 
 
@@ -254,16 +255,16 @@ def _stats(session: Session, text: str) -> str:
             f" ({facts.pages_free:,} free{cached})"
         )
     if facts.kv_store_limit:
-        lines.append(f"on the disk {gib(facts.kv_store_bytes)} of {gib(facts.kv_store_limit)} of pages")
+        lines.append(f"pages on disk {gib(facts.kv_store_bytes)} of {gib(facts.kv_store_limit)}")
     return "\n".join([*lines, *filter(None, [session.conversation.summary])])
 
 
 def _tools(session: Session, text: str) -> str:
     tools = session.tools
     if tools is None:
-        raise ConfigError("this chat has no tools", "`localllm chat --mcp FILE`, or [mcp.servers] in the settings")
+        raise ConfigError("this chat has no tools", "use `localllm chat --mcp FILE`, or [mcp.servers] in the settings")
     if text not in ("", "on", "off"):
-        raise ConfigError(f"/tools {text}: it can be on or off", "/tools")
+        raise ConfigError(f"/tools {text}: it must be on or off", "/tools")
     if text:
         tools.is_on = text == "on"
         return f"tools are {text}, from the next message"
@@ -280,4 +281,4 @@ COMMANDS: dict[str, Callable[[Session, str], str]] = {
     "ctx": _ctx, "stats": _stats, "serve": _serve, "tools": _tools, "params": _params,
 }  # fmt: skip
 SLOW = {"export", "attach", "paste", "ctx", "serve"}
-SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # what is kept with the chat
+SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # commands whose effect is saved with the chat

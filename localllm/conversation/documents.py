@@ -1,4 +1,4 @@
-"""Files and folders that go with a message: their text in parts, and which parts go where not all of them fit."""
+"""Attached files and folders: their text in parts, and which parts to send when not all of them fit."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from localllm.sandbox.child import Child, ChildDied, ChildLate
 from localllm.terminal import clean_line, counted, gib
 
 MAX_TEXT_BYTES = 4 << 20
-MAX_BYTES = 64 << 20  # of a PDF or a page
-MAX_PICTURE_BYTES = 8 << 20  # all of it is kept with the chat
+MAX_BYTES = 64 << 20  # for a PDF or a web page
+MAX_PICTURE_BYTES = 8 << 20  # the whole file is saved with the chat
 MAX_FOLDER_FILES = 2_000
 MAX_FOLDER_BYTES = 32 << 20
-COUNTED_CHARS = 300_000  # of a longer text, tokens are estimated
-PART_CHARS = 1_600  # some 400 tokens: a paragraph or a function with what surrounds it
+COUNTED_CHARS = 300_000  # tokens of a longer text are estimated
+PART_CHARS = 1_600  # about 400 tokens: a paragraph or a function with its surroundings
 _KINDS = {".pdf": "pdf", ".html": "html", ".htm": "html", ".xhtml": "html", ".ipynb": "notebook"}
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8")
 _SKIPPED = {"node_modules", "__pycache__", "venv", "dist", "build", "target"}
 _WORD = re.compile(r"[^\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-_NO_SPACES = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # scripts that write words without spaces
+_NO_SPACES = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # scripts written without spaces between words
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a document: the page, cell or file that it stands in ("" where there is but one), its lines there."""
+    """A piece of a document: its page, cell or file ("" when there is only one), its text, its lines."""
 
     where: str
     text: str
     lines: str = ""
-    goes_on: bool = False  # begins within the line that the part before ends in
+    goes_on: bool = False  # starts within the line that the previous part ends in
 
     @property
     def place(self) -> str:
-        """'page 3', 'a.py, lines 1-40'"""
+        """'page 3', 'a.py, lines 1-40'."""
         return ", ".join(word for word in (self.where, self.lines) if word)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What was attached: text in parts, or a picture.
+    """An attachment: text in parts, or a picture.
 
-    notes    what could not be read of it
-    picture  a data: URL, its bytes those of the file
+    notes    what could not be read
+    picture  a data: URL with the file's bytes
     """
 
     name: str
@@ -69,12 +69,12 @@ class Document:
 
     @property
     def label(self) -> str:
-        """'manual.pdf · 1.2 MiB', safe to show."""
+        """'manual.pdf · 1.2 MiB', safe to display."""
         return f"{clean_line(self.name)} · {gib(len(self.picture) * 3 // 4 or self.num_chars)}"
 
     @property
     def text(self) -> str:
-        """All parts, each page, cell or file with its name before it."""
+        """All parts, each page, cell or file after its name."""
         pieces, before = "", ""
         for part in self.parts:
             name = f"[{part.where}]\n" if part.where != before else ""
@@ -84,25 +84,25 @@ class Document:
 
     @property
     def block(self) -> str:
-        """As the model sees it."""
+        """The document as the model sees it."""
         body, fence = self.text, "```"
         while fence in body:
             fence += "`"
         return f"{self.name}:\n{fence}\n{body.rstrip()}\n{fence}"
 
     def chosen(self, places: Sequence[int]) -> Document:
-        """Of these parts only, in one text, each with its place before it."""
+        """The document with only these parts, as one text, each part after its place."""
         body = "\n[...]\n".join(f"[{self.parts[i].place}]\n{self.parts[i].text}" for i in places)
         return text_document(f"{self.name} ({len(places)} of {len(self.parts)} parts)", body)
 
 
 def text_document(name: str, text: str) -> Document:
-    """A text under a name."""
+    """A document with this name and text."""
     return Document(name, tuple(_split("", text)))
 
 
 def read_document(path: str | Path) -> Document:
-    """A file or a folder. Raises ConfigError for what is not there, not readable, too large, or without any text."""
+    """Read a file or a folder. Raises ConfigError when it is missing, unreadable, too large, or has no text."""
     file = Path(path).expanduser()
     shown = clean_line(str(path))
     try:
@@ -118,7 +118,7 @@ def read_document(path: str | Path) -> Document:
 
 
 def is_document(path: Path) -> bool:
-    """Whether this is more than a text: a folder, a picture, or a file whose text must be taken out of it."""
+    """Whether a path is more than plain text: a folder, a picture, or a file whose text must be extracted."""
     return path.suffix.lower() in (*_KINDS, *PICTURES) or path.expanduser().is_dir()
 
 
@@ -130,7 +130,7 @@ def question(documents: Sequence[Document], text: str) -> str | list[dict[str, A
 
 
 def _picture(name: str, shown: str, data: bytes) -> Document:
-    """A picture that can be decoded."""
+    """A picture, checked to be decodable."""
     try:
         form, _ = open_image(data)
     except LocalLLMError as error:
@@ -139,12 +139,12 @@ def _picture(name: str, shown: str, data: bytes) -> Document:
 
 
 def _opened(file: Path, shown: str) -> tuple[str, bytes]:
-    """The kind of a file, "" for text, by its name or how it begins; and its bytes."""
-    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO or a device would block or never end
+    """A file's kind ("" for text), by name or first bytes, and its contents."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block, a device might never end
     with os.fdopen(handle, "rb") as opened:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{shown} is not a file or a folder", "attach files or folders")
+            raise ConfigError(f"{shown} is neither a file nor a folder", "attach files or folders")
         head, ending = opened.read(8192), file.suffix.lower()
         kind = "picture" if ending in PICTURES or head.startswith(_MAGIC) else _KINDS.get(ending, "")
         if not kind and head.startswith(b"%PDF-"):
@@ -169,11 +169,11 @@ def _extracted(name: str, shown: str, kind: str, data: bytes) -> Document:
     try:
         answer = json.loads(child.exchange(kind.encode() + b"\0" + data, SECONDS))
     except (ChildDied, ChildLate):
-        answer = {"error": f"reading it takes too much memory or more than {SECONDS:.0f} s"}
+        answer = {"error": f"reading it takes too much memory, or longer than {SECONDS:.0f} s"}
     finally:
         child.close()
     if "error" in answer:
-        raise ConfigError(f"{shown}: {clean_line(answer['error'])}", "attach another file, or its text")
+        raise ConfigError(f"{shown}: {clean_line(answer['error'])}", "attach another file, or paste its text")
     parts = tuple(part for where, text in answer["parts"] for part in _split(where, text))
     notes = tuple(clean_line(note) for note in answer["notes"])
     if not any(part.text.strip() for part in parts):
@@ -185,19 +185,21 @@ def _extracted(name: str, shown: str, kind: str, data: bytes) -> Document:
 
 
 def _folder(folder: Path, shown: str) -> Document:
-    """All text files below a folder; in a git checkout those that git does not ignore."""
+    """All text files in a folder; in a git checkout, those that git does not ignore."""
     parts: list[Part] = []
     notes: list[str] = []
     left_out = num_bytes = num_files = 0
     for file in _files(folder):
-        if file.suffix.lower() in PICTURES:  # they are attached by name
+        if file.suffix.lower() in PICTURES:  # pictures are attached by name
             left_out += 1
             continue
         try:
             size = file.stat().st_size
             if num_files == MAX_FOLDER_FILES or num_bytes + size > MAX_FOLDER_BYTES:
                 limits = f"{MAX_FOLDER_FILES:,} files or {gib(MAX_FOLDER_BYTES)}"
-                notes.append(f"only the first {counted(num_files, 'file')} were read: a folder may have {limits}")
+                notes.append(
+                    f"only the first {counted(num_files, 'file')} were read: the limit for a folder is {limits}"
+                )
                 break
             one = read_document(file)
         except (ConfigError, OSError):
@@ -207,14 +209,14 @@ def _folder(folder: Path, shown: str) -> Document:
         name = file.relative_to(folder).as_posix()
         parts += (replace(part, where=f"{name}, {part.where}" if part.where else name) for part in one.parts)
     if left_out:
-        notes.append(f"{counted(left_out, 'file')} left out: not text, too large or not readable")
+        notes.append(f"{counted(left_out, 'file')} skipped: not text, too large or unreadable")
     if not parts:
         raise ConfigError(f"{shown} has no text files", "attach a folder with text files")
     return Document(f"{folder.resolve().name}/", tuple(parts), tuple(notes))
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Regular files in order; nothing hidden, no links, nothing that is made or installed."""
+    """Regular files in order; no hidden files, no links, nothing generated or installed."""
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, capture_output=True, timeout=20, check=True).stdout.decode("utf-8", "replace")
@@ -238,7 +240,7 @@ def _walked(folder: Path) -> Iterator[str]:
 
 
 def _split(where: str, text: str) -> Iterator[Part]:
-    """A text in parts of at most `PART_CHARS`, cut between lines, a longer line within it."""
+    """Split a text into parts of at most `PART_CHARS`, between lines; a longer line is split too."""
     if len(text) <= PART_CHARS:
         yield Part(where, text)
         return
@@ -266,7 +268,7 @@ def _part(where: str, lines: list[tuple[int, str]], goes_on: bool) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is sent of some documents, and for each that is not sent whole a line that says so."""
+    """The chosen text of some documents, with a notice for each document that is not sent whole."""
 
     documents: tuple[Document, ...]
     notices: tuple[str, ...]
@@ -278,12 +280,12 @@ class Selection:
 
 
 def select(documents: Sequence[Document], question: str, budget: int, count: Callable[[str], int]) -> Selection:
-    """All of the documents where they fit into `budget` tokens, else the parts that suit the question best.
+    """Select whole documents if they fit in `budget` tokens, else the parts that match the question best.
 
-    Parts are ranked by BM25 over all documents. Where the question has no word in common with any of them ("summarize
-    this"), they are taken from the beginning of each document in turn.
+    Parts are ranked by BM25 over all documents. If the question shares no word with them ("summarize this"), parts are
+    taken from the start of each document in turn.
 
-    count   the number of tokens of a text
+    count   counts the tokens of a text
     """
     blocks = [document.block for document in documents]
     total = sum(num_tokens(block, count) for block in blocks)
@@ -305,13 +307,13 @@ def select(documents: Sequence[Document], question: str, budget: int, count: Cal
         total = sum(count(document.block) for document in sent)
         if total <= budget or not chosen:
             break
-        del chosen[max(len(chosen) * budget // max(1, total), len(chosen) - 8) :]  # tokens are not even: again
+        del chosen[max(len(chosen) * budget // max(1, total), len(chosen) - 8) :]  # tokens are uneven: count again
     notices = tuple(_notice(d, document, chosen, matched) for d, document in enumerate(documents))
     return Selection(tuple(sent), notices, total)
 
 
 def num_tokens(text: str, count: Callable[[str], int]) -> int:
-    """Tokens of a text; of a long one an estimate from three places in it."""
+    """Tokens of a text; for a long text, an estimate from three places in it."""
     if len(text) <= COUNTED_CHARS:
         return count(text)
     third = COUNTED_CHARS // 3
@@ -322,7 +324,7 @@ def num_tokens(text: str, count: Callable[[str], int]) -> int:
 def _ranked(
     documents: Sequence[Document], everything: list[tuple[int, int]], question: str
 ) -> tuple[list[tuple[int, int]], bool]:
-    """All parts, the best first, and whether any has a word of the question."""
+    """Return all parts, best first, and whether any shares a word with the question."""
     import bm25s
     from bm25s.stopwords import STOPWORDS_EN
 
@@ -339,7 +341,7 @@ def _ranked(
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case, also those inside of namesLikeThis; pairs of characters where a script has no spaces."""
+    """Words in lower case, including those inside namesLikeThis; pairs of characters in scripts without spaces."""
     found: list[str] = []
     for word in _WORD.findall(text):
         if re.search(_NO_SPACES, word):
@@ -356,8 +358,8 @@ def _notice(number: int, document: Document, chosen: list[tuple[int, int]], matc
     sent = sorted(p for d, p in chosen if d == number)
     name = clean_line(document.name)
     if not sent:
-        return f"{name}: nothing of it was sent: it does not fit"
+        return f"{name}: not sent, because it does not fit"
     places = [clean_line(document.parts[p].place) for p in sent]
     which = "; ".join(places[:4]) + (f"; {len(places) - 4} more" if len(places) > 4 else "")
-    how = "those that suit the question best" if matched else "from its beginning: no word of the question is in it"
+    how = "those that match the question best" if matched else "from the start: no word of the question occurs in it"
     return f"{name}: {len(sent)} of {counted(len(document.parts), 'part')} sent, {how} ({which})"

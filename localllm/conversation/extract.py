@@ -1,4 +1,4 @@
-"""Text out of PDF files, web pages and notebooks, in a child process with limits: files come from strangers.
+"""Extracts text from PDF files, web pages and notebooks, in a confined child process: the files are untrusted.
 
 A request is a kind, a zero byte and the file's bytes. The answer is JSON: {"parts": [[where, text], ...],
 "notes": [...]} or {"error": why}.
@@ -15,26 +15,26 @@ from typing import Any
 from localllm.sandbox.child_loop import confine, serve
 
 MEMORY_BYTES = 768 << 20
-SECONDS = 60.0  # of one file; a text PDF of 500 pages takes 10 to 20
-MAX_CHARS = 16 << 20  # of all the text of one file
+SECONDS = 60.0  # per file; a text PDF of 500 pages takes 10 to 20
+MAX_CHARS = 16 << 20  # extracted from one file
 MAX_PAGES = 5_000
 
 Parts = Iterator[tuple[str, str]]
 
 
 class Refused(Exception):
-    """Why there is no text."""
+    """Says why there is no text."""
 
 
 def pdf(data: bytes, notes: list[str]) -> Parts:
-    """A part for each page that has text."""
+    """Yield one part per page with text."""
     import pypdf
     from pypdf.errors import PyPdfError
 
     try:
         reader = pypdf.PdfReader(io.BytesIO(data), strict=False)
         if reader.is_encrypted and not reader.decrypt(""):
-            raise Refused("it is encrypted: save it without its password")
+            raise Refused("it is encrypted: save a copy without a password")
         count = len(reader.pages)
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"it is not a valid PDF ({type(error).__name__})") from None
@@ -51,13 +51,13 @@ def pdf(data: bytes, notes: list[str]) -> Parts:
             empty.append(number + 1)
     if empty:
         which = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
-        notes.append(f"{len(empty)} of {count} pages have no text, they may be scans (page {which})")
+        notes.append(f"{len(empty)} of {count} pages have no text and may be scans (page {which})")
     if count > MAX_PAGES:
         notes.append(f"only the first {MAX_PAGES:,} of {count:,} pages were read")
 
 
 def html(data: bytes, notes: list[str]) -> Parts:
-    """The whole page as Markdown, without scripts and styles."""
+    """Yield the whole page as Markdown, without scripts and styles."""
     from bs4 import BeautifulSoup
     from markdownify import MarkdownConverter
 
@@ -69,13 +69,13 @@ def html(data: bytes, notes: list[str]) -> Parts:
     try:
         text = MarkdownConverter(heading_style="ATX", strip=["img"]).convert_soup(page)
     except RecursionError:
-        notes.append("its elements are nested too deeply: plain text was taken")
+        notes.append("its elements are nested too deeply: read as plain text")
         text = "\n".join(page.stripped_strings)
     yield "", text
 
 
 def notebook(data: bytes, notes: list[str]) -> Parts:
-    """A part for each cell: its source, and its output as far as that is text."""
+    """Yield one part per cell: its source, and its output if that is text."""
     try:
         cells = json.loads(data)["cells"]
         assert isinstance(cells, list)
@@ -110,7 +110,7 @@ KINDS: dict[bytes, Callable[[bytes, list[str]], Parts]] = {b"pdf": pdf, b"html":
 
 
 def answer(request: bytes) -> bytes:
-    """One file's text, or why there is none. What takes too much memory or time ends the process."""
+    """Return one file's text, or why there is none. Too much memory or time ends the process."""
     kind, _, data = request.partition(b"\0")
     notes: list[str] = []
     parts: list[tuple[str, str]] = []

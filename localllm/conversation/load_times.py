@@ -1,4 +1,4 @@
-"""How long models took to load on this machine: what the next load is expected to take."""
+"""Loading times of models on this machine, to predict the next load."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from localllm import paths
 
-KEPT = 5  # loads of a model
+KEPT = 5  # loads per model
 MODELS = 200
 log = logging.getLogger(__name__)
 
 
 def expected_s(model: str) -> float | None:
-    """Seconds from the first phase to ready, the median of the last loads; None when there was none."""
+    """Median seconds from the first phase to ready over the last loads; None without any."""
     times = _read().get(model)
     return median(times) if times else None
 
 
 def add(model: str, seconds: float) -> None:
-    """Keep the time of a load. A file that cannot be written costs the forecast, nothing else."""
+    """Record a loading time. A file that cannot be written only costs the prediction."""
     known = _read()
     times = [*known.pop(model, []), round(seconds, 3)][-KEPT:]
-    known[model] = times  # at the end: those not loaded for the longest time are dropped first
+    known[model] = times  # moved to the end: the models not loaded for longest are dropped first
     try:
         paths.replace_file(_file(), json.dumps(dict(list(known.items())[-MODELS:])))
     except OSError:
-        log.warning("load times are not kept", exc_info=True)
+        log.warning("load times cannot be saved", exc_info=True)
 
 
 def _file() -> Path:

@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING
 
 from localllm.history.formulas import keep_formulas
 
-if TYPE_CHECKING:  # the parser loads while the model does, not before the first frame
+if TYPE_CHECKING:  # the parser is imported while the model loads, not before the first frame
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-LIST_CHUNK = 24  # items of an open list that wait; beyond this the finished ones are settled
+LIST_CHUNK = 24  # items an open list may have before its finished ones are settled
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`\n]*$)|~{3,})(.*)$")
 
 
 def opened_fence(line: str) -> tuple[str, str] | None:
-    """(the fence, what stands behind it, such as "python") of a line that opens a code block."""
+    """(fence, info string such as "python") of a line that opens a code block."""
     found = _FENCE.match(line)
     return (found[1], found[2].strip()) if found else None
 
 
 def closes_fence(line: str, fence: str) -> bool:
-    """Whether a line ends the code block that `fence` has opened."""
+    """Whether a line closes the code block that `fence` opened."""
     bare = line.strip()
     return bare.startswith(fence) and not bare.strip(fence[0])
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(what stands behind the fence, contents) of the fenced blocks of a text; one that is left open counts."""
+    """(info string, contents) of the fenced blocks of a text, including one left open."""
     fences = (token for token in new_parser().parse(text) if token.type == "fence")
     return [(token.info.strip(), token.content.removesuffix("\n")) for token in fences]
 
@@ -39,7 +39,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def new_parser() -> MarkdownIt:
-    """GitHub's Markdown without HTML and reference definitions, which would make text disappear from the screen."""
+    """GitHub's Markdown without HTML and reference definitions, which would hide text from the screen."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("gfm-like", {"html": False}).disable("reference")
@@ -48,14 +48,14 @@ def new_parser() -> MarkdownIt:
 
 
 class Settler:
-    """Finds how much of a growing text can no longer change. Only whole lines are looked at."""
+    """Finds how much of a growing text can no longer change. Only whole lines count."""
 
     def __init__(self) -> None:
         self._parser = new_parser()
         self._checked = 0
 
     def split(self, tail: str) -> tuple[int, bool]:
-        """(characters of `tail` that are settled, whether the cut is inside a list)."""
+        """Return (settled characters of `tail`, whether the cut is inside a list)."""
         end = tail.rfind("\n") + 1
         if end <= self._checked:
             return 0, False
@@ -86,7 +86,7 @@ class Settler:
 
 
 def _in_open_fence(tail: str, fresh: str) -> bool:
-    """A long open code block is not parsed again at every line."""
+    """Whether `tail` is an open code block that `fresh` does not close: such a block is not parsed at every line."""
     first = tail[: tail.find("\n")]
     fence = opened_fence(first)
     if fence is None or fresh.startswith(first + "\n"):
@@ -95,7 +95,7 @@ def _in_open_fence(tail: str, fresh: str) -> bool:
 
 
 def _is_closed(token: Token, lines: list[str]) -> bool:
-    """Whether a block is complete although nothing follows it yet."""
+    """Whether a block is complete even though nothing follows it yet."""
     assert token.map is not None
     start, end = token.map
     if token.type in ("heading_open", "hr"):

@@ -1,6 +1,6 @@
-"""Keeps chats on disk from a thread of its own, so that a slow or locked disk never stops the interface.
+"""Saves chats from its own thread, so that a slow or locked disk never blocks the interface.
 
-What could not be written stays and is tried again with the next write; `problem` says what is wrong meanwhile.
+Data that could not be written is kept and retried with the next write; meanwhile `problem` says what is wrong.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-AUTOSAVE_S = 1.0  # between two writes of an answer that is being written
+AUTOSAVE_S = 1.0  # between writes of a streaming answer
 
 
 class Saver:
-    """Writes and reads of one `History`, in order.
+    """Reads and writes of one `History`, in order.
 
-    opens    is called in the thread; None: nothing is kept
-    problem  why chats are not being saved at the moment
-    notice   what happened when the database was opened: shown once
+    opens    called in the thread; None: chats are not saved
+    problem  why chats cannot be saved at the moment
+    notice   what happened when the database was opened; shown once
     """
 
     def __init__(self, opens: Callable[[], History] | None) -> None:
@@ -42,11 +42,11 @@ class Saver:
         self._jobs: queue.SimpleQueue[tuple[Callable[[History], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chats: dict[str, tuple[SavedChat, dict[int, SavedMessage]]] = {}
         self._removed: list[int] = []
-        self._questions: dict[int, SavedMessage] = {}  # as they are on the disk: they may hold whole files
+        self._questions: dict[int, SavedMessage] = {}  # as saved, to skip unchanged ones: they may hold whole files
         self._thread: threading.Thread | None = None
 
     def save(self, conversation: Conversation, *exchanges: Exchange) -> Future[None] | None:
-        """Keep the chat and these turns of it, as they are now. None when nothing is kept."""
+        """Save the chat and these turns in their present state. None when chats are not saved."""
         if not self.kept or not conversation.roots:
             return None
         chat = saved_chat(conversation)
@@ -94,7 +94,7 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             work, future = job
             if not future.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more, and it can take no result
+                continue  # cancelled: nobody waits for it
             try:
                 future.set_result(work(self._opened()))
             except Exception as error:
@@ -113,7 +113,7 @@ class Saver:
     def _opened(self) -> History:
         if self._history is None:
             if self._opens is None:
-                raise ConfigError("chats are not saved", "leave out --no-save")
+                raise ConfigError("chats are not saved", "drop --no-save")
             self._history = self._opens()
             if self._history.notice:
                 log.warning("%s", self._history.notice)

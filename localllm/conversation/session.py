@@ -1,4 +1,4 @@
-"""A running chat: what line mode and the full screen share."""
+"""A running chat, shared by line mode and the full screen."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from localllm.terminal import clean_line
 
 
 class Endpoint(Protocol):
-    """The engine of a chat as an endpoint for other programs of this machine.
+    """A chat's engine as an endpoint for other programs on this machine.
 
-    Made by the command that opened the chat, since the interface knows neither engine nor server.
+    Made by the command that opened the chat, because the interface knows neither engine nor server.
     """
 
     @property
     def url(self) -> str:
-        """Where it answers; "" while it does not."""
+        """Its address; "" while it is off."""
 
     def start(self, model: str, port: int | None) -> str:
-        """Answer for the model that is loaded, called `model`; None is the usual port. Returns the URL.
+        """Serve the loaded model under the name `model`; None means the default port. Returns the URL.
 
-        Takes a moment. Raises LocalLLMError: the port is taken, nothing is loaded, there is nothing to serve.
+        Takes a moment. Raises LocalLLMError when the port is taken, no model is loaded, or there is nothing to serve.
         """
 
     def stop(self) -> None:
-        """Close the port; twice does nothing. Takes a moment."""
+        """Close the port; safe to call twice. Takes a moment."""
 
 
 @dataclass
 class Session:
-    """A backend, the conversation with it, and what a chat can be told to do.
+    """A backend, its conversation, and the services of a chat.
 
-    model        the model as it is called here
-    files        go with the next message
-    first        the message to begin with
-    endpoint     what /serve turns on and off; None where there is no engine of this chat's own
-    serves       the port that is asked for, `OFF`, or None for the usual one
-    tools        what the model may call; None: nothing
-    copy         puts a text into the clipboard and returns how
+    model        the model's name for the backend
+    files        attachments of the next message
+    first        the first message
+    endpoint     what /serve turns on and off; None when this chat has no engine of its own
+    serves       the requested port, `OFF`, or None for the default port
+    tools        the tools that the model may call; None for no tools
+    copy         puts a text on the clipboard and returns how
     """
 
     backend: ChatBackend
@@ -66,7 +66,7 @@ class Session:
     copy: Callable[[str], str] = str
 
     def budget(self, files: Sequence[Document]) -> str:
-        """How many tokens files take, and how many there is room for in the next message. Takes a while."""
+        """Say how many tokens the files take, and how many fit in the next message. Takes a while."""
         talk, facts, count = self.conversation, self.backend.facts(), self.backend.count_tokens
         last = talk.exchanges[-1] if talk.exchanges else None
         room = room_in(talk, Exchange(parent=last), facts, count, self.offered) if facts.ctx else 0
@@ -74,12 +74,12 @@ class Session:
 
     @property
     def offered(self) -> ToolUse | None:
-        """The tools that go with a turn."""
+        """The tools offered with a turn."""
         return self.tools.offered if self.tools is not None else None
 
     @property
     def url(self) -> str:
-        """Where other programs reach the model now; "" while they cannot."""
+        """The endpoint's address; "" while it is off."""
         return self.endpoint.url if self.endpoint is not None else ""
 
     def serve(self, port: int | None) -> str:
@@ -89,27 +89,27 @@ class Session:
         if port == OFF:
             was, self.serves = self.url or self.serves != OFF, OFF
             self.endpoint.stop()
-            return "closed: no other program uses this model now" if was else "it is not being served"
+            return "stopped serving this model" if was else "this model is not being served"
         if port is not None or not self.url:
             self.serves = OFF
-            self.serves = int(self.endpoint.start(self.model, port).rsplit(":", 1)[-1])  # and after the next model
-        return f"this model answers at {self.url}/v1 while the chat is open; /serve off ends that"
+            self.serves = int(self.endpoint.start(self.model, port).rsplit(":", 1)[-1])  # reused for the next model
+        return f"serving this model at {self.url}/v1 until the chat is closed; /serve off stops it"
 
 
 def write_new(path: str, text: str) -> str:
-    """Write a file that is not there yet. Returns what to say. Raises ConfigError."""
+    """Write a new file. Returns what to say. Raises ConfigError."""
     shown = clean_line(path)
     try:
         with Path(path).expanduser().open("x", encoding="utf-8") as file:
             file.write(text if text.endswith("\n") else text + "\n")
     except FileExistsError:
-        raise ConfigError(f"{shown} is there already", "choose another name") from None
+        raise ConfigError(f"{shown} already exists", "choose another name") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{shown} cannot be written: {reason}", "choose another place") from None
-    return f"written to {shown}"
+        raise ConfigError(f"{shown} cannot be written: {reason}", "choose another path") from None
+    return f"wrote {shown}"
 
 
 def complaint(error: LocalLLMError) -> str:
-    """An error of the user's, in one line."""
+    """A user error in one line."""
     return f"! {error.message}" + (f" ({error.hint})" if error.hint else "")

@@ -1,4 +1,4 @@
-"""What typing means: a message, or one of the slash commands; which commands there are. No Textual, no output."""
+"""Parses typed lines into messages and slash commands; lists the commands. No Textual, no output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.paths import toml_beside
 
 
 class Slash(NamedTuple):
-    """A slash command: its name, its meaning, the shape of its argument, whether the line mode has it too."""
+    """A slash command: name, meaning, argument, and whether line mode has it."""
 
     name: str
     meaning: str
@@ -21,19 +21,19 @@ class Slash(NamedTuple):
 SLASHES = tuple(Slash(name, **row) for name, row in toml_beside(__file__, "slash.toml").items())
 ALIASES = {"bye": "quit", "exit": "quit", "q": "quit", "?": "help", "clear": "new", "retry": "regen", "models": "model"}
 MAX_PORT = 65_535
-OFF = -1  # what `parse_port` makes of the word off
+OFF = -1  # `parse_port` returns it for "off"
 _BARE_QUIT = ("exit", "quit", ":q")
 
 
 class Typed(NamedTuple):
-    """A line as understood: a message (`command` is empty), or a slash command with its argument."""
+    """A parsed line: a message (`command` is empty), or a slash command with its argument."""
 
     text: str
     command: str = ""
 
 
 def understand(line: str) -> Typed:
-    """What a typed line means. `//x` is the message "/x". Raises ConfigError for an unknown command."""
+    """Parse a typed line. `//x` is the message "/x". Raises ConfigError for an unknown command."""
     text = line.strip()
     if text in _BARE_QUIT:
         return Typed("", "quit")
@@ -49,12 +49,14 @@ def understand(line: str) -> Typed:
         names = [slash.name for slash in SLASHES]
         near = get_close_matches(name, names, 1, 0.5) or [n for n in names if word and n.startswith(word[0].lower())]
         meant = f"; did you mean /{near[0]}?" if near else ""
-        raise ConfigError(f"there is no command /{word}{meant}", f"/help lists them; //{word} sends it as a message")
+        raise ConfigError(
+            f"unknown command /{word}{meant}", f"/help lists the commands; //{word} sends it as a message"
+        )
     return Typed(rest.strip(), name)
 
 
 def matching(prefix: str) -> list[Slash]:
-    """Commands for a half-typed one: those that start with it, then those that hold its letters in order."""
+    """Commands matching a half-typed one: those that start with it, then those that contain its letters in order."""
     wanted = prefix.removeprefix("/").lower()
     letters = re.compile(".*".join(map(re.escape, wanted)))
     known = [slash for slash in SLASHES if letters.search(slash.name)]
@@ -62,11 +64,11 @@ def matching(prefix: str) -> list[Slash]:
 
 
 def parse_port(text: str) -> int | None:
-    """What follows /serve: a port, `OFF`, or None for the usual port. Raises ConfigError."""
+    """Parse the argument of /serve: a port, `OFF`, or None for the default port. Raises ConfigError."""
     if not text:
         return None
     if text == "off":
         return OFF
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
-        raise ConfigError(f"/serve {text}: it can be a port up to {MAX_PORT}, or off", "/serve 8000")
+        raise ConfigError(f"/serve {text}: it must be a port up to {MAX_PORT}, or off", "/serve 8000")
     return int(text)

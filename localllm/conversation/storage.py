@@ -1,4 +1,4 @@
-"""A conversation to and from the disk: each question and each answer a message of the saved tree."""
+"""Conversations to and from disk: each question and each answer is a message of the saved tree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from localllm.interface import Failed
 from localllm.request import Timing, Usage
 
 TOKENS = ("prompt", "cached", "completion", "reasoning")
-MAX_AMOUNT = 1e12  # tokens, seconds: more was never counted
+MAX_AMOUNT = 1e12  # tokens or seconds; larger stored values are invalid
 
 
 def saved_chat(talk: Conversation) -> SavedChat:
-    """The chat as it is kept."""
+    """The chat as a saved record."""
     params = {"sampling": dict(talk.sampling), "think": talk.think, "summary": talk.summary_text}
     last = talk.exchanges[-1] if talk.exchanges else None
     leaf = None if last is None else last.answer_id if _has_answer(last) else last.question_id
@@ -31,7 +31,7 @@ def saved_chat(talk: Conversation) -> SavedChat:
 
 
 def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, Any] | None = None) -> Conversation:
-    """A chat as it was. `sampling` is the dictionary to fill."""
+    """Restore a saved chat. `sampling` is the dictionary to fill."""
     kept, think = chat.params.get("sampling"), chat.params.get("think")
     made = Conversation(chat.system, sampling, think if think in THINK else "auto")
     if isinstance(kept, Mapping):
@@ -49,7 +49,7 @@ def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, 
 
 
 def _sampling(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What was kept of the sampling, less what no setting can be."""
+    """The saved sampling values that are valid settings."""
     values = {}
     for name in sampling_keys():
         with suppress(ConfigError):
@@ -63,7 +63,7 @@ def _has_answer(exchange: Exchange) -> bool:
 
 
 def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
-    """The messages of one exchange as they are kept."""
+    """The messages of one exchange as saved records."""
     above = exchange.parent
     parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
     sent = exchange.attachments if exchange.sent is None else exchange.sent
@@ -92,12 +92,12 @@ def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
 
 
 def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | None) -> Exchange | None:
-    """Build the tree. Returns the exchange that holds `leaf_id`."""
+    """Build the tree. Returns the exchange that contains `leaf_id`."""
     by_id = {message.id: message for message in messages}
     children: defaultdict[int | None, list[SavedMessage]] = defaultdict(list)
     for message in messages:
         children[message.parent_id if message.parent_id in by_id else None].append(message)
-    exchanges: dict[int | None, Exchange] = {}  # by the message that they end with
+    exchanges: dict[int | None, Exchange] = {}  # by their last message
     waiting = children[None][::-1]
     while waiting:
         message = waiting.pop()
@@ -105,7 +105,7 @@ def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | No
         waiting += reversed(below)
         if message.role == "user":
             if below and all(one.role == "assistant" for one in below):
-                continue  # each answer makes an exchange with this question
+                continue  # each answer forms an exchange with this question
             question: SavedMessage | None = message
         else:
             above = by_id.get(message.parent_id or 0)
@@ -120,7 +120,7 @@ def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | No
 
 
 def _document(saved: Mapping[str, Any]) -> Document:
-    """An attachment as it was saved; what is no picture's own bytes is never sent as one."""
+    """A saved attachment. Anything that is not a picture's own bytes is never sent as a picture."""
     name, picture = str(saved.get("name", "")), saved.get("image")
     if isinstance(picture, str) and PICTURE_URL.fullmatch(picture):
         return Document(name, (), picture=picture)
@@ -128,7 +128,7 @@ def _document(saved: Mapping[str, Any]) -> Document:
 
 
 def _rounds(saved: Any) -> list[Round]:
-    """Rounds as they were saved; what is no round is left out."""
+    """Saved rounds; invalid ones are dropped."""
     if not isinstance(saved, list):
         return []
     found = []

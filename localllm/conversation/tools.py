@@ -1,6 +1,6 @@
-"""The tools of a chat: which the model may call, which calls run without being asked for, and running them.
+"""The tools of a chat: which ones the model may call, which run without asking, and running them.
 
-Nothing runs unless somebody said so: by answering a question about this very call, or about its tool before.
+Nothing runs without permission, given for this very call or earlier for its tool.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from localllm.interface import Facts
 from localllm.request import ToolUse
 from localllm.terminal import clean, clean_line, counted
 
-MAX_ROUNDS = 16  # of calls in one answer
+MAX_ROUNDS = 16  # rounds of calls per answer
 MIN_RESULT_CHARS = 400
-SHOWN_CHARS = 4_000  # of arguments, where a person decides about them
+SHOWN_CHARS = 4_000  # characters of arguments shown to the user who decides
 STOPPED = "stopped by the user"
 _TOOL = re.compile(r"tools\[(\d+)\]")
 
 
 class Tool(Protocol):
-    """One of the tools that a `Source` has."""
+    """A tool of a `Source`."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Tool(Protocol):
 
 
 class Result(Protocol):
-    """What a call gave."""
+    """The result of a call."""
 
     @property
     def text(self) -> str: ...
@@ -50,7 +50,7 @@ class Result(Protocol):
 
 
 class Source(Protocol):
-    """Where tools come from: the MCP servers. Made by the command, since a conversation knows no servers."""
+    """Where tools come from: the MCP servers. Made by the command, because a conversation knows no servers."""
 
     @property
     def tools(self) -> Sequence[Tool]: ...
@@ -68,10 +68,10 @@ class Source(Protocol):
 class Toolbox:
     """The tools of one chat.
 
-    opens   called by `connect`: it imports much
-    only    names that are offered; None: all
-    asks    whether somebody can be asked; else what is offered runs
-    is_on   offered at all: /tools
+    opens   called by `connect`, because its imports are slow
+    only    names to offer; None: all
+    asks    whether a user can be asked; if not, every offered tool runs
+    is_on   whether tools are offered at all (/tools)
     """
 
     def __init__(self, opens: Callable[[], Source], only: Collection[str] | None = None, *, asks: bool = True) -> None:
@@ -79,7 +79,7 @@ class Toolbox:
         self._source: Source | None = None
         self.only = only
         self.asks = asks
-        self._decided: dict[str, bool] = {}  # tools that always run, or never
+        self._decided: dict[str, bool] = {}  # tools that always run (True) or never run (False)
         self._left_out: set[str] = set()
         self.is_on = True
         self.is_connected = False
@@ -87,18 +87,20 @@ class Toolbox:
     # --- what is offered ---------------------------------------------------------------------------------------------
 
     def connect(self) -> list[str]:
-        """Connect to the servers, which takes up to 20 s. Returns what to say, warnings with a "!" before them."""
+        """Connect to the servers, which takes up to 20 s. Returns what to say; warnings start with "!"."""
         try:
             source = self._opens()
         except LocalLLMError as error:
             self.is_connected = True
             return [f"! {error.message} ({error.hint})"]
-        self._source = source  # from here on `close` ends what it started
+        self._source = source  # from now on `close` ends what it started
         source.connect()
         self.is_connected = True
         servers = {tool.server for tool in source.tools}
-        found = f"{counted(len(source.tools), 'tool')} of {counted(len(servers), 'MCP server')}"
-        about = f"{found}: /tools lists them, every call is asked for" if servers else "there are no tools to call"
+        found = f"{counted(len(source.tools), 'tool')} from {counted(len(servers), 'MCP server')}"
+        about = (
+            f"{found}; /tools lists them, and every call needs your approval" if servers else "no tools are available"
+        )
         return [*(f"! {problem}" for problem in source.problems), about]
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class Toolbox:
 
     @property
     def tools(self) -> list[Tool]:
-        """Those that can be called."""
+        """The tools that can be called."""
         known = self._source.tools if self._source is not None else ()
         return [
             tool for tool in known
@@ -116,17 +118,17 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
-        """All there are, also those that are not offered."""
+        """All tool names, including those not offered."""
         return [tool.name for tool in self._source.tools] if self._source is not None else []
 
     @property
     def offered(self) -> ToolUse | None:
-        """For `ChatBackend.send`."""
+        """The tools for `ChatBackend.send`."""
         tools = [tool.in_openai_shape() for tool in self.tools if self._decided.get(tool.name, True)]
         return ToolUse(tuple(tools)) if tools and self.is_on else None
 
     def leave_out(self, param: str, message: str) -> str:
-        """Leave the tool out that a turn failed by, its schema being wrong. Returns what to say; "" if it was none.
+        """Drop the tool whose invalid schema failed a turn. Returns what to say; "" if the failure has another cause.
 
         param, message  of the failure
         """
@@ -136,32 +138,34 @@ class Toolbox:
             return ""
         name = offered.tools[int(found[1])]["function"]["name"]
         self._left_out.add(name)
-        return f"the tool {name} is left out: {clean_line(message)}"
+        return f"skipping the tool {name}: {clean_line(message)}"
 
     def listed(self) -> str:
-        """The tools, one a line."""
+        """The tools, one per line."""
         if not self.is_connected:
-            return "the servers are not connected yet"
+            return "the MCP servers are not connected yet"
         words = {None: "asks", True: "always runs", False: "never runs"}
         lines = [
             f"{tool.name}  ({clean_line(tool.server)}, {words[self._decided.get(tool.name)]})  "
             + clean_line(tool.about)[:80]
             for tool in self.tools
         ]
-        return "\n".join([*([] if self.is_on else ["tools are off; /tools on"]), *lines]) or "there are no tools"
+        return (
+            "\n".join([*([] if self.is_on else ["tools are off; turn them on with /tools on"]), *lines]) or "no tools"
+        )
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def decide(self, name: str, runs: bool) -> None:
-        """From now on a tool runs without being asked for, or never."""
+        """From now on, run a tool without asking, or never run it."""
         self._decided[name] = runs
 
     def must_ask(self, call: Call) -> bool:
-        """Whether a person must say if this call runs. Where not, it has failed already or is to be run."""
+        """Whether the user must approve this call. If not, it has failed already or can run."""
         if call.result is not None:
             return False
         if call.name not in [tool.name for tool in self.tools]:
-            fail(call, f"there is no tool {clean_line(call.name)[:64]}")
+            fail(call, f"unknown tool {clean_line(call.name)[:64]}")
         elif self._decided.get(call.name) is False:
             fail(call, "the user does not allow this tool")
         elif self.asks and call.name not in self._decided:
@@ -169,24 +173,24 @@ class Toolbox:
         return False
 
     def run(self, call: Call, room: int, cancel: threading.Event | None = None) -> None:
-        """Fill in the result, at most `room` characters of it. Blocks; `cancel` ends it."""
+        """Run a call and store at most `room` characters of its result. Blocks; `cancel` ends it."""
         assert self._source is not None
         result = self._source.call(call.name, call.arguments, cancel)
         call.result, call.failed = _cut(result.text, room), result.failed
 
 
 def fail(call: Call, why: str) -> None:
-    """Tell the model why a call gave nothing."""
+    """Tell the model why a call has no result."""
     call.result, call.failed = why, True
 
 
 def refuse(call: Call) -> None:
-    """The user said no, to this call."""
+    """Record that the user refused this call."""
     fail(call, "the user refused this call")
 
 
 def stop(answer: Answer) -> None:
-    """The user stopped: calls without a result get none, and the answer ends."""
+    """Stop: calls without a result get none, and the answer ends."""
     for call in answer.calls:
         if call.result is None:
             fail(call, STOPPED)
@@ -194,17 +198,17 @@ def stop(answer: Answer) -> None:
 
 
 def at_limit(answer: Answer) -> str:
-    """What to say where tools were called for too many rounds: then the answer ends. "" before that."""
+    """End an answer after too many rounds of tool calls. Returns what to say; "" below the limit."""
     if len(answer.rounds) < MAX_ROUNDS:
         return ""
     for call in answer.calls:
-        fail(call, f"not run: after {MAX_ROUNDS} rounds of calls an answer must end")
+        fail(call, f"not run: the limit is {MAX_ROUNDS} rounds of calls per answer")
     answer.end_round("abort")
-    return f"stopped after {MAX_ROUNDS} rounds of tool calls; say “go on” if it should"
+    return f"stopped after {MAX_ROUNDS} rounds of tool calls; say “continue” to resume"
 
 
 def room_for(facts: Facts, used_tokens: int, num_calls: int) -> int:
-    """Characters that one of several results may have: half of what is left of the window."""
+    """Maximum characters for each of several results: together, half of the free window."""
     if not facts.ctx:
         return 1 << 30
     return max(MIN_RESULT_CHARS, (facts.ctx - used_tokens) * 3 // 2 // max(1, num_calls))
@@ -212,11 +216,11 @@ def room_for(facts: Facts, used_tokens: int, num_calls: int) -> int:
 
 def _cut(text: str, room: int) -> str:
     over = len(text) - room
-    return text if over <= 0 else f"{text[:room]}\n[cut: {counted(over, 'more character')} do not fit the context]"
+    return text if over <= 0 else f"{text[:room]}\n[cut: {counted(over, 'more character')} did not fit in the context]"
 
 
 def shown_call(call: Call) -> str:
-    """'echo  {"text": "hi"}': name and arguments as they are, safe to show, long ones cut with a notice."""
+    """'echo  {"text": "hi"}': name and arguments, safe to display; long arguments are cut with a notice."""
     try:
         arguments = json.dumps(json.loads(call.arguments or "{}"), ensure_ascii=False)
     except (ValueError, RecursionError):
@@ -227,7 +231,7 @@ def shown_call(call: Call) -> str:
 
 
 def shown_result(call: Call, lines: int = 0) -> str:
-    """One line about a result; with `lines`, so many of its first lines below."""
+    """One line about a result; with `lines`, also its first lines."""
     text = clean(call.result or "")
     rows = text.split("\n")
     head = f"{'✗' if call.failed else '→'} {counted(len(rows), 'line')}, {counted(len(text), 'character')}"

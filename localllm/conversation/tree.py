@@ -1,7 +1,7 @@
-"""A conversation: a tree of questions and answers, the branch that is on the screen, instructions, sampling.
+"""A conversation: a tree of questions and answers, the visible branch, instructions and sampling.
 
-`Exchange` is a question with one of its
-answers: answering again makes a sibling with the same question, editing the question a sibling with another one.
+An `Exchange` is a question with one of its answers: answering again makes a sibling with the same question, editing
+the question makes a sibling with another one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TITLE_CHARS = 60
 
 @dataclass(slots=True, eq=False)
 class Exchange(Answer):
-    """A question and what became of it.
+    """A question and its answer.
 
-    forgotten   the user agreed to leave it out, because the context window is full
-    sent        what was chosen of the attachments, which do not fit; None: they are sent whole
-    chosen      the child whose branch was on the screen last
+    forgotten   the user agreed to drop it from the context because the window is full
+    sent        the parts chosen from attachments that do not fit; None: they are sent whole
+    chosen      the child whose branch was visible last
     """
 
     user: str = ""
@@ -49,23 +49,23 @@ class Exchange(Answer):
 
     @property
     def counts(self) -> bool:
-        """Whether the model sees it in the next turn: a question that got no answer is left out."""
+        """Whether the model sees it in later turns: a question without an answer is dropped."""
         return bool(self.text or self.rounds) and not self.forgotten
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """The question as the model sees it, with its files in front."""
+        """The question as the model sees it, after its files."""
         return question(self.attachments if self.sent is None else self.sent, self.user)
 
 
 class Conversation:
-    """Turns so far, instructions, and the sampling a user has set.
+    """The turns so far, the instructions, and the user's sampling.
 
-    sampling       the very dictionary that the backend's default parameters read: /set holds from the next turn
-    exchanges      the branch on the screen; `roots` the first turns of all branches
-    titles_itself  a chat that was given no title is called by its first question
-    summary_text   what stands for the turns that were left out, made by the model when asked to
-    removed        ids of messages to be taken from the disk
+    sampling       the same dictionary that the backend's defaults read, so /set takes effect with the next turn
+    exchanges      the visible branch; `roots` are the first turns of all branches
+    titles_itself  an untitled chat is named after its first question
+    summary_text   the model's summary of dropped turns
+    removed        ids of messages to delete from disk
     """
 
     def __init__(self, system: str = "", sampling: dict[str, Any] | None = None, think: str = "auto") -> None:
@@ -89,15 +89,15 @@ class Conversation:
         return self._add(Exchange(text, self.exchanges[-1] if self.exchanges else None, attachments))
 
     def again(self, exchange: Exchange) -> Exchange:
-        """The same question once more, as a branch beside its answer; what followed leaves the screen."""
-        return self._beside(exchange, exchange.user, question_id=exchange.question_id, asked_at=exchange.asked_at)
+        """Ask the same question again, as a branch next to its answer; later turns leave the screen."""
+        return self._add_sibling(exchange, exchange.user, question_id=exchange.question_id, asked_at=exchange.asked_at)
 
     def edited(self, exchange: Exchange, text: str) -> Exchange:
-        """Another question in place of one, as a branch beside it."""
-        return self._beside(exchange, text)
+        """Replace a question, as a branch next to it."""
+        return self._add_sibling(exchange, text)
 
     def rewritten(self, exchange: Exchange, text: str) -> Exchange:
-        """An answer as the user would have it, as a branch beside the model's."""
+        """The user's version of an answer, as a branch next to the model's."""
         other = self.again(exchange)
         other.text, other.stop, other.model = text, "edited", exchange.model
         return other
@@ -105,28 +105,28 @@ class Conversation:
     def numbered(self, text: str) -> Exchange:
         """The exchange of answer n, or the last one. Raises ConfigError."""
         if not self.exchanges:
-            raise ConfigError("there is nothing in this chat yet", "")
+            raise ConfigError("this chat is empty", "")
         if text and (not text.isdigit() or not 1 <= int(text) <= len(self.exchanges)):
-            raise ConfigError(f"{text}: there are questions 1 to {len(self.exchanges)}", "")
+            raise ConfigError(f"{text}: this chat has {counted(len(self.exchanges), 'question')}", "")
         return self.exchanges[int(text) - 1 if text else -1]
 
     @property
     def cut_short(self) -> Exchange:
-        """The last exchange, whose answer can be continued. Raises ConfigError."""
+        """The last exchange, if its answer can be continued. Raises ConfigError."""
         last = self.numbered("")
         if not last.text or last.stop not in ("length", "abort", "partial", "edited", "error"):
             raise ConfigError("the last answer was not cut short", "/regen answers again")
         return last
 
     def undo(self) -> None:
-        """Leave the last question and its answer, which stay as a branch. Raises ConfigError."""
+        """Remove the last question and its answer from the branch; they stay as another branch. Raises ConfigError."""
         self.exchanges = self._above(self.numbered(""))
 
     def cut_after(self, exchange: Exchange) -> None:
-        """The next question follows this exchange; what came after stays as a branch of its own."""
+        """Continue after this exchange; later turns stay as another branch."""
         self.exchanges = [*self._above(exchange), exchange]
 
-    def _beside(self, exchange: Exchange, text: str, **question: Any) -> Exchange:
+    def _add_sibling(self, exchange: Exchange, text: str, **question: Any) -> Exchange:
         self.exchanges = self._above(exchange)
         return self._add(Exchange(text, exchange.parent, exchange.attachments, **question))
 
@@ -152,7 +152,7 @@ class Conversation:
     # --- branches ----------------------------------------------------------------------------------------------------
 
     def _branches(self, exchange: Exchange, of_question: bool) -> list[Exchange]:
-        """The answers to this question, or one exchange for each question asked here (this one for its own)."""
+        """The answers to this question, or one exchange per question asked at this place (this one for its own)."""
         siblings = self._siblings(exchange)
         if not of_question:
             return [one for one in siblings if one.question_id == exchange.question_id]
@@ -162,21 +162,21 @@ class Conversation:
         return list((found | {exchange.question_id: exchange}).values())
 
     def place(self, exchange: Exchange, of_question: bool) -> tuple[int, int]:
-        """(which one, of how many) among the branches at this place, counted from 1; (1, 1) for what was taken back."""
+        """(index from 1, count) among the branches at this place; (1, 1) for a removed exchange."""
         branches = self._branches(exchange, of_question)
-        if exchange not in branches:  # its message is still on its way off the screen
+        if exchange not in branches:  # its message is about to leave the screen
             return 1, 1
         return branches.index(exchange) + 1, len(branches)
 
     def step(self, exchange: Exchange, step: int, of_question: bool) -> Exchange:
-        """Show the next (1) or previous (-1) branch at this place, with what followed it. Returns it."""
+        """Show the next (1) or previous (-1) branch at this place, with its later turns. Returns it."""
         branches = self._branches(exchange, of_question)
         other = branches[(branches.index(exchange) + step) % len(branches)]
         self.show(other)
         return other
 
     def show(self, exchange: Exchange) -> None:
-        """Put the branch through `exchange` on the screen, down to where it was left."""
+        """Make the branch through `exchange` visible, down to where it was left."""
         path = [*self._above(exchange), exchange]
         for above, below in pairwise(path):
             above.chosen = below
@@ -186,7 +186,7 @@ class Conversation:
         self.exchanges = path
 
     def remove(self, exchange: Exchange) -> None:
-        """Take back a question with all that followed it; a branch beside it takes its place."""
+        """Delete a question and everything after it; a sibling branch takes its place."""
         siblings = self._siblings(exchange)
         if exchange not in siblings:
             return
@@ -203,7 +203,7 @@ class Conversation:
                 self.show(siblings[-1])
 
     def clear(self) -> None:
-        """Begin another chat; instructions and sampling stay."""
+        """Start a new chat; instructions and sampling stay."""
         self.roots.clear()
         self.exchanges.clear()
         self.removed.clear()
@@ -212,12 +212,12 @@ class Conversation:
     # --- what the model sees -----------------------------------------------------------------------------------------
 
     def messages(self, exchange: Exchange) -> list[Message]:
-        """What the model is sent for `exchange`: instructions, the turns before it, its question, its calls so far."""
+        """The messages to send for `exchange`: instructions, earlier turns, its question, its calls so far."""
         asked = Message(role="user", content=exchange.content)
         return [*self.messages_above(exchange), asked, *exchange.round_messages()]
 
     def messages_above(self, exchange: Exchange) -> list[Message]:
-        """Instructions and the turns before a question."""
+        """The instructions and the turns before a question."""
         system = self.instructions
         messages = [Message(role="system", content=system)] if system else []
         for earlier in self._above(exchange):
@@ -225,28 +225,28 @@ class Conversation:
                 if earlier.user or earlier.attachments:
                     messages.append(Message(role="user", content=earlier.content))
                 messages += earlier.round_messages()
-                # some templates refuse a question right after a result
+                # some chat templates refuse a question right after a tool result
                 messages.append(Message(role="assistant", content=earlier.text or "(stopped)"))
         return messages
 
     @property
     def instructions(self) -> str:
-        """The system message, with the summary of what was left out."""
+        """The system message, with the summary of dropped turns."""
         summary = f"Summary of the conversation so far:\n{self.summary_text}" if self.summary_text else ""
         return "\n\n".join(part for part in (self.system, summary) if part)
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """What the chat template is told about reasoning."""
+        """The chat template's variables about reasoning."""
         return template_values(self.think)
 
     def oldest_half(self, exchange: Exchange) -> list[Exchange]:
-        """The turns to offer for leaving out before `exchange`: half of those that count, at least one."""
+        """The turns that may be dropped before `exchange`: half of those that count, at least one."""
         counting = [e for e in self._above(exchange) if e.counts]
         return counting[: (len(counting) + 1) // 2]
 
     def use(self, preset: Preset) -> None:
-        """Take a preset's instructions and sampling over."""
+        """Take over a preset's instructions and sampling."""
         if preset.system is not None:
             self.system = preset.system
         self.sampling.clear()
@@ -254,7 +254,7 @@ class Conversation:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of the context up to the last answer of the branch that was counted; 0 before it."""
+        """Context tokens up to the last counted answer of the branch; 0 before it."""
         counted_turns = (one.usage for one in reversed(self.exchanges) if one.usage.prompt_tokens)
         return next((usage.prompt_tokens + usage.completion_tokens for usage in counted_turns), 0)
 
@@ -269,7 +269,7 @@ class Conversation:
         return f"{counted(len(done), 'turn')} · {counted(sum(done), 'token')}{rate}"
 
     def attach(self, exchange: Exchange) -> None:
-        """Put a saved turn into the tree, beside its siblings; the branch on the screen stays."""
+        """Add a saved turn to the tree; the visible branch stays."""
         self._siblings(exchange).append(exchange)
 
     @property
@@ -286,7 +286,7 @@ class Conversation:
 
 
 def template_values(think: str) -> dict[str, Any]:
-    """What a chat template is told about reasoning: one of THINK."""
+    """The chat template's variables for one of THINK."""
     if think == "auto":
         return {}
     effort = {"reasoning_effort": think} if think in ("low", "medium", "high") else {}
@@ -294,12 +294,12 @@ def template_values(think: str) -> dict[str, Any]:
 
 
 def sampling_keys() -> list[str]:
-    """The names /set knows."""
+    """The names that /set accepts."""
     return [path.removeprefix("sampling.") for path in KEYS if path.startswith("sampling.")]
 
 
 def effective_sampling(facts: Facts, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The parameters that hold, by name: the value, and who says so."""
+    """The parameters in effect: name -> (value, source)."""
     stated = {name: (value, why) for name, value, why in facts.sampling}
     return stated | {name: (value, "set") for name, value in given.items()}
 
@@ -313,21 +313,21 @@ def sampling_line(values: Mapping[str, tuple[Any, str]]) -> str:
 
 
 def number(value: Any) -> str:
-    """A setting's value for people: 0.3, 0, 42."""
+    """Format a setting's value: 0.3, 0, 42."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parse_sampling(name: str, text: str) -> Any:
-    """The value of a sampling key. Raises ConfigError."""
+    """Parse the value of a sampling key. Raises ConfigError."""
     kind = KEYS[f"sampling.{name}"].kind
     try:
         return kind.parse(text)
     except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{name} is {text!r}: expected {kind.expects}", "") from None
+        raise ConfigError(f"{name} must be {kind.expects}, not {text!r}", "") from None
 
 
 def walked(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
-    """These exchanges and all below them, each before its children."""
+    """These exchanges and all below them, parents before children."""
     waiting = list(exchanges)[::-1]
     while waiting:
         one = waiting.pop()

@@ -1,7 +1,7 @@
-"""Opens the database of chats: schema, versions, and what to do with one that is damaged, foreign, newer or locked.
+"""Opens the chat database: schema and versions, and handling of damaged, foreign, newer or locked files.
 
-A damaged file is never deleted: it is renamed, and a new one begun. `PRAGMA synchronous=FULL` in WAL mode: what a
-transaction wrote survives a kill and a power cut.
+A damaged file is never deleted: it is renamed, and a new one is created. `PRAGMA synchronous=FULL` in WAL mode makes
+transactions survive a kill and a power cut.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from localllm.errors import LocalLLMError
 
 VERSION = 1
-APPLICATION = 0x6C6C6D31  # in the file's header, so that another program's database is told apart
+APPLICATION = 0x6C6C6D31  # in the file's header, to recognize another program's database
 BUSY_S = 10.0  # how long a write waits for another process
-CHECK_BYTES = 64 << 20  # a larger file is not read as a whole when it is opened
-DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # codes that mean that the file itself is broken
+CHECK_BYTES = 64 << 20  # larger files are not fully checked on opening
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # error codes of a damaged file
 # code -> (message, hint)
 _LOCKED = ("{path} is locked by another program", "close it, then try again")
 _FULL = ("{path} cannot grow: the disk is full", "free some space")
-FULL_BYTES = 1 << 20  # with less free space than this an I/O error is one of a full disk
+FULL_BYTES = 1 << 20  # with less free space than this, an I/O error means a full disk
 _EXPLAINED = {
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
@@ -33,35 +33,35 @@ _EXPLAINED = {
     sqlite3.SQLITE_IOERR: ("{path} cannot be read or written: {error}", "check the disk"),
     sqlite3.SQLITE_READONLY: ("{path} cannot be written", "chmod u+w {path} {folder}"),
     sqlite3.SQLITE_CANTOPEN: ("{path} cannot be opened", "chmod u+rw {path}, or move it away"),
-    **dict.fromkeys(DAMAGE, ("{path} is damaged ({error})", "start localllm chat again: the file is then set aside")),
+    **dict.fromkeys(DAMAGE, ("{path} is damaged ({error})", "run `localllm chat` again: it sets the file aside")),
 }
 
 
 class HistoryError(LocalLLMError):
-    """The database of chats cannot be read or written."""
+    """The chat database cannot be read or written."""
 
     number = 3
 
 
 class Damaged(Exception):
-    """The file is not a database of ours, or is broken."""
+    """The file is damaged, or not one of our databases."""
 
 
 def open_database(path: Path) -> tuple[sqlite3.Connection, str]:
-    """A connection, and what the user should be told ("" when all is well).
+    """Open the database; return the connection and a notice for the user ("" when all is well).
 
-    Raises HistoryError when the file cannot be opened, is locked for long, or was written by a newer version.
+    Raises HistoryError when the file cannot be opened, stays locked, or was written by a newer version.
     """
     try:
         _make_folder(path)
         with contextlib.suppress(Damaged):
             return _open(path), ""
-        with _alone(path):  # of several processes that find the damage, one sets the file aside
+        with _exclusive_lock(path):  # if several processes find the damage, only one sets the file aside
             try:
                 return _open(path), ""
             except Damaged as damage:
                 moved = _set_aside(path)
-                text = f"{path.name} is damaged ({damage}); it is kept as {moved.name}, and a new one was begun"
+                text = f"{path.name} was damaged ({damage}): it was renamed to {moved.name} and replaced by a new file"
                 return _open(path), text
     except sqlite3.Error as error:
         raise explain(error, path) from error
@@ -74,17 +74,17 @@ def _make_folder(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists() and not path.is_symlink():
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # before SQLite makes it readable for all
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # before SQLite creates it readable for everyone
 
 
 def _open(path: Path) -> sqlite3.Connection:
     if path.exists() and not path.is_file():
-        raise HistoryError(f"{path} is not a file", f"move it away: mv {path} {path}.old")
-    # the connection is used by one thread at a time; the store's lock sees to it
+        raise HistoryError(f"{path} is not a file", f"mv {path} {path}.old")
+    # used by one thread at a time; the store's lock ensures that
     connection = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, detect_types=sqlite3.PARSE_COLNAMES
     )
-    connection.text_factory = lambda text: text.decode("utf-8", "replace")  # one broken text must not hide the others
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")  # one broken text must not hide the rest
     try:
         _prepare(connection, path)
     except BaseException as error:
@@ -99,7 +99,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise HistoryError(
-            f"{path} was written by a newer localllm (its schema is {version}, this one knows {VERSION})",
+            f"{path} was written by a newer localllm (schema {version}; this version supports {VERSION})",
             "update localllm, or move the file away",
             context={"path": str(path), "schema": version},
         )
@@ -118,8 +118,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Switch to a write-ahead log. SQLite does not wait where several processes open a new file at once (in 9 of 1,800
-    openings by four threads it was busy), so this does.
+    """Switch to write-ahead logging. SQLite does not wait when several processes open a new file at once (it was busy
+    in 9 of 1,800 openings by four threads), so this function does.
     """
     until = time.monotonic() + BUSY_S
     while True:
@@ -133,12 +133,12 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
 
 
 def _migrate(connection: sqlite3.Connection) -> None:
-    """To this version, in one transaction: a kill leaves the old schema or the new one."""
+    """Migrate to this version in one transaction: a kill leaves either the old schema or the new one."""
     with transaction(connection):
         if _pragma(connection, "user_version") >= VERSION:
             return  # another process was faster
         schema = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
-        for statement in schema.split("\n\n"):  # `executescript` would commit before it begins
+        for statement in schema.split("\n\n"):  # `executescript` would commit first
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION}")
         connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -150,7 +150,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing. The write lock is taken at the beginning, so that waiting for it never fails half-way."""
+    """All or nothing. Takes the write lock at the start, so that waiting for it never fails half-way."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -162,7 +162,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _exclusive_lock(path: Path) -> Iterator[None]:
     lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -187,10 +187,10 @@ def _set_aside(path: Path) -> Path:
 
 
 def explain(error: sqlite3.Error, path: Path) -> HistoryError:
-    """What a user can do about an error of SQLite's."""
+    """Turn an SQLite error into one that tells the user what to do."""
     code = _code(error)
     message, hint = _EXPLAINED.get(code, ("{path}: {error}", "see the log"))
-    with contextlib.suppress(OSError):  # SQLite says FULL of its file, not of those beside it
+    with contextlib.suppress(OSError):  # SQLite reports FULL for the database, not for its WAL files
         if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < FULL_BYTES:
             message, hint = _FULL
     return HistoryError(*(text.format(path=path, folder=path.parent, error=error) for text in (message, hint)))

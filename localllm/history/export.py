@@ -1,7 +1,7 @@
-"""A chat as Markdown, JSON or one HTML page: the branch that was on the screen, or in JSON the whole tree.
+"""A chat as Markdown, JSON or one HTML page: the visible branch, or in JSON the whole tree.
 
-HTML is made without anything that would run or be fetched: raw HTML of a model is shown as text, its images become
-links, and links may only be http, https or mailto. Attached pictures are part of the page.
+The HTML runs and loads nothing: a model's raw HTML is shown as text, its images become links, and links may only be
+http, https or mailto. Attached pictures are embedded in the page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
 def as_markdown(
     chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False, pictures: bool = True
 ) -> str:
-    """The branch on the screen, a heading per message; pictures as data: URLs, or by name."""
+    """The visible branch, with one heading per message; pictures as data: URLs, or by name."""
     path = active_path(messages, chat.leaf_id)
     parts = [f"# {_title(chat)}\n\n{_meta(chat, path, messages)}\n"]
     if chat.system:
@@ -49,7 +49,7 @@ def as_markdown(
 
 
 def as_json(chat: SavedChat, messages: Sequence[SavedMessage]) -> dict[str, Any]:
-    """The whole tree, as `localllm logs export --format json` writes it."""
+    """The whole tree, as written by `localllm logs export --format json`."""
     rows = [_values(message, "chat_id") for message in messages]
     return _values(chat, "num_messages") | {"messages": rows}
 
@@ -90,7 +90,7 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
 
 
 def render(chat: SavedChat, messages: Sequence[SavedMessage], kind: str) -> str:
-    """One of FORMATS."""
+    """Render in one of FORMATS."""
     if kind == "json":
         return json.dumps(as_json(chat, messages), ensure_ascii=False, indent=2) + "\n"
     return as_html(chat, messages) if kind == "html" else as_markdown(chat, messages)
@@ -101,7 +101,7 @@ def _title(chat: SavedChat) -> str:
 
 
 def _meta(chat: SavedChat, path: Sequence[SavedMessage], messages: Sequence[SavedMessage]) -> str:
-    """When, with which model, how much: also of how much, where there are other branches."""
+    """Date, model and number of messages; if there are other branches, also the total number."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
     here, everywhere = (sum(one.role != "system" for one in some) for some in (path, messages))
     how_much = counted(here, "message") if here == everywhere else f"{here} of {counted(everywhere, 'message')}"
@@ -109,7 +109,7 @@ def _meta(chat: SavedChat, path: Sequence[SavedMessage], messages: Sequence[Save
 
 
 def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """What was said before tools were called; for each call (what it is, the arguments, the result)."""
+    """Yield the text before each set of tool calls, and for each call (heading, arguments, result)."""
     rounds = message.params.get("rounds")
     for one in rounds if isinstance(rounds, list) else ():
         calls = one.get("calls") if isinstance(one, dict) else None
@@ -121,13 +121,13 @@ def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, s
 
 
 def _fenced(text: str) -> str:
-    """A code block; its fence is longer than any in the text."""
+    """A code block whose fence is longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
 def _round(said: str, calls: Sequence[tuple[str, str, str]]) -> str:
-    """`said` is HTML already."""
+    """A round as HTML; `said` is HTML already."""
     texts = [tuple(map(html.escape, call)) for call in calls]
     return said + "".join(
         f"<details><summary>{head}</summary><pre>{arguments}</pre><pre>{result}</pre></details>"
@@ -136,7 +136,7 @@ def _round(said: str, calls: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _attached(message: SavedMessage) -> Iterator[tuple[str, str]]:
-    """(name, a picture's data: URL or "") of what went with a message."""
+    """(name, data: URL of a picture or "") of each attachment of a message."""
     files = message.params.get("attachments")
     for one in files if isinstance(files, list) else ():
         if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Formulas in LaTeX inside of Markdown: they stay as they were written."""
+"""Keeps LaTeX formulas in Markdown as they were written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.rules_inline import StateInline
 
-# \(a\), \[a\], $$a$$; $a$ with no space inside of the marks and no word or number after: neither prices nor variables
+# \(a\), \[a\], $$a$$; $a$ without inner spaces at the marks and no word or number after it, so not prices or variables
 _FORMULA = re.compile(
     r"\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\$\$.{1,1000}?\$\$|\$(?![\s$])(?:[^$\\\n]|\\.){1,300}?(?<!\s)\$(?!\w)",
     re.DOTALL,
@@ -17,7 +17,7 @@ _FORMULA = re.compile(
 
 
 def keep_formulas(parser: MarkdownIt) -> None:
-    """Have a parser take formulas like code: their backslashes are no escapes, their stars no emphasis."""
+    """Make a parser treat formulas like code: no escapes for backslashes, no emphasis for stars."""
     parser.inline.ruler.before("escape", "formula", _formula)
 
 

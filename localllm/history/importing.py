@@ -1,7 +1,7 @@
-"""Chats of other programs: a ChatGPT export (zip or conversations.json), an Open WebUI export, our own JSON.
+"""Imports chats: a ChatGPT export (zip or conversations.json), an Open WebUI export, our own JSON.
 
-Everything in such a file is data of unknown origin: sizes are bounded, broken links between messages are mended, and a
-chat that cannot be read is counted, not fatal. Ids are derived from the source's, so importing twice changes nothing.
+The files are untrusted: sizes are bounded, broken links between messages are repaired, and unreadable chats are counted
+instead of failing the import. Ids are derived from the source's, so importing twice changes nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from localllm.errors import ConfigError
 
 from .records import SavedChat, SavedMessage
 
-MAX_BYTES = 512 << 20  # of one JSON file, unpacked
-MAX_MESSAGES = 100_000  # of one chat
+MAX_BYTES = 512 << 20  # per JSON file, unpacked
+MAX_MESSAGES = 100_000  # per chat
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a file held."""
+    """The contents of an export."""
 
     source: str  # ChatGPT | Open WebUI | localllm
     chats: list[tuple[SavedChat, list[SavedMessage]]]
@@ -33,7 +33,7 @@ class Imported:
 
 
 def read_export(path: Path) -> Imported:
-    """Read an export. Raises ConfigError for a file that is not one."""
+    """Read an export. Raises ConfigError for any other file."""
     chats: list[tuple[SavedChat, list[SavedMessage]]] = []
     skipped, source = 0, ""
     for entry in _entries(path):
@@ -48,8 +48,8 @@ def read_export(path: Path) -> Imported:
             skipped += 1
     if not chats:
         raise ConfigError(
-            f"{path.name} holds no chats that can be read",
-            "give the .zip or conversations.json of a ChatGPT export, or the .json of an Open WebUI export",
+            f"{path.name} contains no readable chats",
+            "pass the .zip or conversations.json of a ChatGPT export, or the .json of an Open WebUI export",
         )
     return Imported(source, chats, skipped)
 
@@ -67,7 +67,7 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
 def _texts(path: Path) -> Iterator[bytes]:
     try:
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", "name an export file")
+            raise ConfigError(f"{path} does not exist", "pass an export file")
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 names = [
@@ -87,7 +87,7 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 def _bounded(data: bytes, path: Path) -> bytes:
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path.name} holds more than {MAX_BYTES >> 20} MiB", "split the export")
+        raise ConfigError(f"{path.name} is larger than {MAX_BYTES >> 20} MiB", "split the export")
     return data
 
 
@@ -98,10 +98,10 @@ def _read(entry: Mapping[str, Any]) -> tuple[str, SavedChat, list[SavedMessage]]
         return "Open WebUI", *_open_webui(entry, entry["chat"])
     if "leaf_id" in entry:
         return "localllm", *_own(entry)
-    raise ValueError("an unknown kind of chat")
+    raise ValueError("unknown chat format")
 
 
-# --- the three shapes: each collects the fields of the messages that are kept, and the parents of all ---------------
+# --- the three formats: each collects the fields of kept messages and the parents of all messages -------------------
 
 
 def _chatgpt(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
@@ -178,9 +178,9 @@ def _tree(
     source: str, kept: dict[str, dict[str, Any]], parents: Mapping[str, Any], leaf: Any, title: Any,
     about: Mapping[str, Any],
 ) -> tuple[SavedChat, list[SavedMessage]]:  # fmt: skip
-    """Messages with their parents; what was left out between two of them is bridged, a circle is cut.
+    """Build messages with their parents; gaps left by dropped messages are bridged, cycles are cut.
 
-    source   names the program and its chat: ids are derived from it
+    source   names the program and its chat; ids are derived from it
     about    fields of `SavedChat`
     """
     chat_id = _digest(source).hex()[:12]
@@ -189,7 +189,7 @@ def _tree(
     messages = []
     for place, (key, fields) in enumerate(kept.items()):
         parent = above[key]
-        fields["created"] += place * 1e-6  # in the source's order, also where its times are equal
+        fields["created"] += place * 1e-6  # keeps the source's order where times are equal
         messages.append(SavedMessage(ids[key], chat_id, ids[parent] if parent else None, **fields))
     for _ in parents:
         if leaf is None or str(leaf) in kept:
@@ -201,7 +201,7 @@ def _tree(
 
 
 def _kept_parents(kept: Mapping[str, Any], parents: Mapping[str, Any]) -> dict[str, str | None]:
-    """For each kept message the nearest kept one above it."""
+    """The nearest kept ancestor of each kept message."""
     above: dict[str, str | None] = {}
     for start in kept:
         walked: dict[str, None] = {}
@@ -209,7 +209,7 @@ def _kept_parents(kept: Mapping[str, Any], parents: Mapping[str, Any]) -> dict[s
         while at is not None and str(at) not in above and str(at) not in walked:
             walked[str(at)] = None
             at = parents.get(str(at))
-        found: str | None = None  # at the root, and where a circle closes
+        found: str | None = None  # at the root, and where a cycle closes
         if at is not None and str(at) in above:
             found = str(at) if str(at) in kept else above[str(at)]
         for one in reversed(walked):
@@ -224,7 +224,7 @@ def _digest(text: str) -> bytes:
 
 
 def _time(value: Any, otherwise: float | None = None) -> float:
-    """Seconds since the epoch; some programs count milliseconds or nanoseconds."""
+    """Seconds since the epoch; some programs store milliseconds or nanoseconds."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e23:
         return time.time() if otherwise is None else otherwise
     seconds = float(value)

@@ -1,4 +1,4 @@
-"""What was typed before, one JSON line each: append-only, so that two running chats do not overwrite each other."""
+"""The prompt history, one JSON line per prompt: append-only, so that concurrent chats do not overwrite each other."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from localllm.paths import state_dir
 
 log = logging.getLogger(__name__)
 
-KEPT = 1000  # lines that are read, and kept when the file is cut
+KEPT = 1000  # lines that are read, and kept when the file is trimmed
 MAX_BYTES = 4 << 20
-MAX_PROMPT = 100_000  # characters; a longer one is an attachment that was pasted
+MAX_PROMPT = 100_000  # characters; a longer one is a pasted attachment
 
 
 class PromptHistory:
-    """The prompts of all chats, oldest first. A file that cannot be used costs the memory, not the chat."""
+    """The prompts of all chats, oldest first. An unusable file costs the history, not the chat."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or state_dir() / "history.jsonl"
 
     def load(self) -> list[str]:
-        """The last prompts; broken lines are passed over."""
+        """The last prompts; broken lines are skipped."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self.path.stat().st_size - MAX_BYTES))
@@ -60,7 +60,7 @@ class PromptHistory:
             log.warning("the prompt history cannot be written: %s", error)
 
     def _cut(self, handle: int) -> None:
-        """Keep the last lines, in place: others hold the file open."""
+        """Keep the last lines, in place, because other processes hold the file open."""
         os.lseek(handle, 0, os.SEEK_SET)
         with os.fdopen(os.dup(handle), "rb") as file:
             lines = file.read().splitlines(keepends=True)[-KEPT:]

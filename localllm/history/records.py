@@ -1,4 +1,4 @@
-"""The values of a saved chat: the chat, its messages as a tree, a place where a search found something."""
+"""The records of a saved chat: the chat, its messages as a tree, and search hits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from datetime import date
 from typing import Any, TypeVar
 
-STREAMING = "streaming"  # a message that is being written
-PARTIAL = "partial"  # a message whose writer ended before it did
-PICTURE_URL = re.compile(r"data:image/[a-z]{3,8};base64,[A-Za-z0-9+/=]+")  # an attached picture: its own bytes
-LAST_MOMENT = 250_000_000_000.0  # seconds since the epoch, in the year 9892: later ones have no date
+STREAMING = "streaming"  # a message that is still being written
+PARTIAL = "partial"  # a message whose writer ended before finishing it
+PICTURE_URL = re.compile(r"data:image/[a-z]{3,8};base64,[A-Za-z0-9+/=]+")  # an attached picture's own bytes
+LAST_MOMENT = 250_000_000_000.0  # seconds since the epoch, in the year 9892: later times have no date
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SavedMessage:
     content: str
     reasoning: str = ""
     model: str = ""
-    # of a question: attachments; of an answer: rounds of tool calls with their results
+    # for a question: attachments; for an answer: rounds of tool calls with their results
     params: Mapping[str, Any] = field(default_factory=dict)
     stats: Mapping[str, Any] = field(default_factory=dict)  # token counts and times of an answer
     created: float = field(default_factory=time.time)  # seconds since the epoch
@@ -45,19 +45,19 @@ class SavedChat:
     params: Mapping[str, Any] = field(default_factory=dict)  # sampling, thinking, summary
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
-    leaf_id: int | None = None  # the last message of the branch that was on the screen
+    leaf_id: int | None = None  # the last message of the visible branch
     num_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A message in which a search found its words."""
+    """A message that matches a search."""
 
     chat_id: str
     title: str
     message_id: int
     role: str
-    snippet: str  # text around the words, which stand between \x02 and \x03
+    snippet: str  # text around the matches, which are enclosed in \x02 and \x03
     created: float
 
 
@@ -65,9 +65,9 @@ R = TypeVar("R", SavedChat, SavedMessage, Hit)
 
 
 def from_row(kind: type[R], row: Sequence[Any]) -> R:
-    """A record from the columns of a row, in the order of its fields.
+    """Make a record from a row whose columns are in the order of its fields.
 
-    SQLite keeps whatever was put into a column: a value of another type, or out of range, becomes one that fits.
+    SQLite stores any type in any column: a value of another type, or out of range, is converted to one that fits.
     """
     return kind(*(_FIT[str(f.type)](value) for f, value in zip(fields(kind), row, strict=True)))
 
@@ -84,7 +84,7 @@ def _moment(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value <= LAST_MOMENT else 0.0
 
 
-# type of a field, as it is written -> what makes a column's value one of that type
+# type of a field, as written -> converter for a column's value
 _FIT: dict[str, Callable[[Any], Any]] = {
     "str": _text,
     "int": lambda value: _whole(value) or 0,
@@ -95,17 +95,17 @@ _FIT: dict[str, Callable[[Any], Any]] = {
 
 
 def new_chat_id() -> str:
-    """Twelve hexadecimal digits; any unambiguous beginning names the chat."""
+    """Twelve hexadecimal digits; any unambiguous prefix names the chat."""
     return os.urandom(6).hex()
 
 
 def new_message_id() -> int:
-    """A number that no other message has, also not one of another process."""
+    """A random number that is unique across processes."""
     return int.from_bytes(os.urandom(8)) >> 2 or 1
 
 
 def active_path(messages: Sequence[SavedMessage], leaf_id: int | None) -> list[SavedMessage]:
-    """The messages from the first to `leaf_id`; without it, to the newest leaf. Broken parent links end the path."""
+    """The messages from the first to `leaf_id`, by default to the newest leaf. Broken parent links end the path."""
     by_id = {message.id: message for message in messages}
     at = by_id.get(leaf_id) if leaf_id is not None else None
     if at is None and messages:
@@ -122,7 +122,7 @@ def active_path(messages: Sequence[SavedMessage], leaf_id: int | None) -> list[S
 
 
 def day_of(when: float, now: float | None = None) -> str:
-    """Today, Yesterday, Last week, or the month: the headings of a list of chats."""
+    """Today, Yesterday, Last week, or the month: headings for a list of chats."""
     day = date.fromtimestamp(when)
     gap = (date.fromtimestamp(time.time() if now is None else now) - day).days
     if gap <= 0:

@@ -1,4 +1,4 @@
-"""The chats on disk: save, list, read, search, remove. One connection; every method may be called from any thread."""
+"""The chats on disk: save, list, read, search, remove. One connection; methods may be called from any thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localllm.paths import data_dir
 from .database import explain, open_database, transaction
 from .records import PARTIAL, STREAMING, Hit, SavedChat, SavedMessage, from_row
 
-# columns in the order of the fields of SavedChat and SavedMessage; `_values` reads those marked [mapping]
+# columns in the order of the fields of SavedChat and SavedMessage; `_values` parses those marked [mapping]
 _CHATS = (
     'SELECT c.id, c.title, c.model, c.system, c.params_json AS "params [mapping]", c.created, c.updated, c.leaf_id,'
     " (SELECT count(*) FROM messages m WHERE m.chat_id = c.id AND m.role <> 'system') FROM chats c "
@@ -31,7 +31,7 @@ _MESSAGES = (
 
 
 class ChatNotFound(ModelNotFound):
-    """No saved chat of that name."""
+    """No saved chat has this id."""
 
     number = 3
 
@@ -39,10 +39,10 @@ class ChatNotFound(ModelNotFound):
 class History:
     """All saved chats.
 
-    path   the database; the user's own when None. It is made when it is not there.
+    path   the database; by default the user's own. It is created if missing.
 
-    `notice` says what happened while opening, for the user. Raises HistoryError as `open_database` does; so does every
-    method, when the disk is full, another program holds the lock, or the file is broken.
+    `notice` tells the user what happened on opening. Raises HistoryError as `open_database` does; so does every method
+    when the disk is full, another program holds the lock, or the file is damaged.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -51,7 +51,7 @@ class History:
         self._connection, self.notice = open_database(self.path)
         self._writer = f"{os.getpid()}:{_started(os.getpid())}"
         with contextlib.suppress(Exception):  # a read-only file can still be read
-            self._mark_left_behind()
+            self._mark_abandoned()
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
@@ -77,8 +77,8 @@ class History:
         with self._reading() as connection, transaction(connection):
             yield connection
 
-    def _mark_left_behind(self) -> None:
-        """Messages whose writer was killed are partial ones."""
+    def _mark_abandoned(self) -> None:
+        """Mark messages whose writer was killed as partial."""
         rows = self._connection.execute("SELECT DISTINCT writer FROM messages WHERE status = ?", (STREAMING,))
         dead = [writer for (writer,) in rows.fetchall() if not _is_alive(writer)]
         if dead:
@@ -91,7 +91,7 @@ class History:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def save(self, chat: SavedChat, messages: Sequence[SavedMessage] = ()) -> None:
-        """Write a chat and the messages that are new or have changed: all of it, or nothing."""
+        """Write a chat and its new or changed messages in one transaction."""
         chat_row = _row(chat)
         del chat_row["num_messages"]
         rows = [_row(m) | {"writer": self._writer if m.status == STREAMING else ""} for m in messages]
@@ -111,14 +111,14 @@ class History:
                 connection.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
 
     def remove_messages(self, message_ids: Sequence[int]) -> None:
-        """Remove messages; what answers them is to be among them."""
+        """Remove messages; their replies must be among them."""
         with self._writing() as connection:
             connection.executemany("DELETE FROM messages WHERE id = ?", [(one,) for one in message_ids])
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def chats(self, limit: int = 1000, query: str = "") -> list[SavedChat]:
-        """Chats, the one changed last first; with `query` those that hold its words in title or text."""
+        """Chats, last changed first; with `query`, those with its words in title or text."""
         titled = "WHERE CAST(c.title AS TEXT) LIKE ? ESCAPE '\\' ORDER BY c.updated DESC LIMIT ?"
         found = {chat.id: chat for chat in self._chats(titled, f"%{_escaped(query.strip())}%", limit)}
         for chat_id in dict.fromkeys(hit.chat_id for hit in self.search(query, limit)):
@@ -131,18 +131,18 @@ class History:
             return [from_row(SavedChat, row) for row in connection.execute(_CHATS + which, values)]
 
     def chat(self, chat_id: str) -> SavedChat:
-        """One chat by its whole id. Raises ChatNotFound."""
+        """One chat by its full id. Raises ChatNotFound."""
         for chat in self._chats("WHERE c.id = ?", chat_id):
             return chat
-        raise ChatNotFound(f"there is no chat {chat_id}", "localllm logs list")
+        raise ChatNotFound(f"no chat has the id {chat_id}", "localllm logs list")
 
     def find(self, name: str) -> SavedChat:
-        """The chat whose id begins with `name`; `last` is the one changed last. Raises ChatNotFound."""
+        """The chat whose id starts with `name`; `last` is the one changed last. Raises ChatNotFound."""
         if name == "last" and (latest := self.chats(1)):
             return latest[0]
         found = self._chats("WHERE c.id LIKE ? ESCAPE '\\' LIMIT 2", _escaped(name.lower()) + "%") if name else []
         if len(found) != 1:
-            what = f"the ids of several chats begin with {name!r}" if found else f"there is no chat {name!r}"
+            what = f"several chat ids start with {name!r}" if found else f"no chat id starts with {name!r}"
             raise ChatNotFound(what, "localllm logs list")
         return found[0]
 
@@ -153,7 +153,7 @@ class History:
             return [from_row(SavedMessage, row) for row in rows]
 
     def search(self, query: str, limit: int = 50) -> list[Hit]:
-        """Messages with all words of `query`; questions before answers, then by relevance. Half words count."""
+        """Messages with all words of `query`, questions before answers, then by relevance. Word prefixes match."""
         words = re.findall(r"\w+", query)
         if not words:
             return []
@@ -166,7 +166,7 @@ class History:
                 " ORDER BY m.role <> 'user', bm25(messages_fts), m.created DESC LIMIT ?",
                 (match, limit),
             ).fetchall()
-            if not rows:  # scripts without spaces are one word to the index
+            if not rows:  # to the index, scripts without spaces are one word
                 rows = connection.execute(
                     "SELECT m.chat_id, c.title, m.id, m.role, substr(m.content, max(1, instr(m.content, ?1) - 30), 90),"
                     " m.created FROM messages m JOIN chats c ON c.id = m.chat_id WHERE m.content LIKE ?2 ESCAPE '\\'"
@@ -178,7 +178,7 @@ class History:
 
 
 def _upsert(connection: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]], fixed: set[str]) -> None:
-    """Add rows, or change those whose id is there already, save for the `fixed` columns."""
+    """Insert rows, or update those whose id exists, except for the `fixed` columns."""
     if not rows:
         return
     columns = list(rows[0])
@@ -201,7 +201,7 @@ def _row(record: SavedChat | SavedMessage) -> dict[str, Any]:
 
 
 def _values(text: bytes) -> dict[str, Any]:
-    """A stored mapping; a broken one is empty, the message is worth more."""
+    """A stored mapping; a broken one becomes empty, so that its message survives."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -213,7 +213,7 @@ sqlite3.register_converter("mapping", _values)
 
 
 def _text(text: str) -> str:
-    """What SQLite can store: half a surrogate pair cannot be UTF-8."""
+    """Text that SQLite can store: half a surrogate pair has no UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -222,7 +222,7 @@ def _escaped(text: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks: a number that is used again gets another one."""
+    """A process's start time in kernel ticks, which tells apart processes with the same pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):

@@ -1,8 +1,8 @@
 """Programs of several model calls: functions that add text, `gen`, `select` and messages to a state, and fork it.
 
-The names are those of SGLang's front end. What calls begin with alike is computed once: it comes from the engine's
-prefix cache, and calls that run at the same time wait until the first of them has read it. Importing
-this loads no torch.
+The names follow SGLang's front end. Prefixes shared by calls are computed once: they come from the engine's prefix
+cache, and concurrent calls wait until the first of them has read the prefix. Importing
+this does not load torch.
 """
 
 from .endpoint import Endpoint

@@ -1,4 +1,4 @@
-"""Programs on a server: ours, or another with OpenAI's API and, for `select`, /tokenize as ours and vLLM have it."""
+"""Programs on a server: ours, or another OpenAI-compatible one; `select` needs /tokenize as in ours and vLLM."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from localllm.wire import FAILURES, Reply, Wire, events_of, meant, refused, usag
 from .calls import Answer, Calls, Prefixes, Sampled, Written, shared_tokens
 from .expressions import Gen
 
-CHARACTERS = 64  # of a piece that is read once: a page of tokens
-_ALWAYS_SENT = ("temperature", "top_p")  # of sampling that was asked for; what every server knows
-_OWN = ("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_from")  # a program's
+CHARACTERS = 64  # per piece of a shared prefix: about a page of tokens
+_ALWAYS_SENT = ("temperature", "top_p")  # sent whenever sampling was given; every server knows them
+_OWN = ("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_from")  # set by the program itself
 _NAMES = {"include_stop": "include_stop_str_in_output"}
 
 
 class Endpoint:
-    """A server that programs run on, as they do on an `LLM`.
+    """A server that programs run on, like on an `LLM`.
 
     url    http://host:port, with or without /v1, or unix:/path
-    model  "": the first one that it serves
-    key    sent as a bearer token where the server wants one
+    model  "": the first one it serves
+    key    sent as a bearer token, if not empty
 
-    `select` sends every choice with all that is before it. Ours reads that once; vLLM, which does not know
-    `logprobs_from`, for each. Servers drop the space at the end of an answer that `gen` goes on with.
+    `select` sends every choice with the whole text before it. Our server reads that text once; vLLM, which does not
+    support `logprobs_from`, reads it for each choice. Servers drop a trailing space of an answer that `gen` continues.
     """
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
@@ -63,7 +63,7 @@ class Endpoint:
         start = shared_tokens(before, prompts)
         key = written.text or json.dumps(written.messages)
         end_reading = self._prefixes.begin(key)
-        try:  # the first reads what the others find
+        try:  # the first request reads the prefix for the others
             asked = [prompts] if self._prefixes.was_read(key) else [prompts[:1], prompts[1:]]
             rows: list[list[float]] = []
             usages: list[Usage] = []
@@ -78,7 +78,7 @@ class Endpoint:
         return [row[start : len(ids)] for row, ids in zip(rows, prompts, strict=True)], total
 
     def _scored(self, prompts: list[list[int]], start: int, calls: Calls) -> tuple[list[list[float]], Usage]:
-        """Of each prompt the log-probabilities of its tokens; those before `start` are not wanted."""
+        """Log-probabilities of each prompt's tokens; those before `start` are not needed."""
         body = {"model": self.model, "prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
         with self._reply("/v1/completions", body | {"logprobs_from": start}, calls) as reply:
             told = reply.json()
@@ -87,7 +87,7 @@ class Endpoint:
 
     @cached_property
     def model(self) -> str:
-        """The name that is asked for. Raises ServerError."""
+        """The model's name in requests. Raises ServerError."""
         if self._asked:
             return self._asked
         with self._failing():
@@ -122,7 +122,7 @@ class Endpoint:
 
     @contextmanager
     def _failing(self, calls: Calls | None = None) -> Iterator[None]:
-        """Raises ServerGone for what happens to a connection, and to an answer that is none."""
+        """Raise ServerGone for connection failures and invalid responses."""
         try:
             yield
         except LocalLLMError:
@@ -130,12 +130,12 @@ class Endpoint:
         except (*FAILURES, EOFError, LookupError, TypeError) as error:
             if calls is not None and calls.is_stopped:
                 raise Aborted("the program was stopped") from error
-            said = f"no server answers as one at {self._url} ({type(error).__name__})"
+            said = f"no server answers at {self._url}, or not with OpenAI's API ({type(error).__name__})"
             raise ServerGone(said, "localllm ps") from error
 
 
 def _sampling(gen: Gen, how: Sampled) -> dict[str, Any]:
-    """The fields of a request; those of the server's choice are left out."""
+    """The sampling fields of a request; fields left to the server are omitted."""
     usual = SamplingParams()
     params = gen.params(how.params or usual, how.place)
     body: dict[str, Any] = {"max_tokens": params.max_tokens, "stop": list(params.stop)}
@@ -148,7 +148,7 @@ def _sampling(gen: Gen, how: Sampled) -> dict[str, Any]:
 
 
 def _read(chunks: Iterator[dict[str, Any]], on_read: Callable[[], None]) -> Answer:
-    """The answer in a stream. Raises ServerError where it says that it failed."""
+    """Read a streamed answer. Raises ServerError when the server reports a failure."""
     text, reason, usage = "", "", Usage()
     for chunk in chunks:
         if error := chunk.get("error"):
@@ -161,5 +161,5 @@ def _read(chunks: Iterator[dict[str, Any]], on_read: Callable[[], None]) -> Answ
                 on_read()
             text += piece
     if not reason:
-        raise ServerError("the server ended an answer without a reason", "run it again")
+        raise ServerError("the server ended an answer without a finish reason", "run it again")
     return Answer(text, reason, usage)

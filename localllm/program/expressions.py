@@ -1,4 +1,4 @@
-"""What a program adds to its state: text, `gen`, `select`, and messages of these."""
+"""What a program can add to its state: text, `gen`, `select`, and messages made of these."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 from localllm.errors import InvalidRequest
 from localllm.request import Constraint, SamplingParams
 
-MAX_TOKENS = 128  # of a `gen` that names no number
+MAX_TOKENS = 128  # default of `gen`
 Method = Literal["token_length_normalized", "likelihood"]
 _ADDED = "text, gen(...), select(...), or a message of these: system(...), user(...), assistant(...)"
 
 
 class Expression:
-    """What is neither text nor empty; + puts things one after the other."""
+    """Something other than text; + concatenates."""
 
     def __add__(self, other: str | Expression) -> Joined:
         return Joined((*_parts(self), *_parts(checked(other))))
@@ -27,7 +27,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Joined(Expression):
-    """Several, in order."""
+    """A concatenation."""
 
     parts: tuple[str | Expression, ...]
 
@@ -43,7 +43,7 @@ class Gen(Expression):
     constraint: Constraint | None
 
     def params(self, usual: SamplingParams, place: int) -> SamplingParams:
-        """How it is sampled in the fork at `place`, whose seed is another one."""
+        """The sampling parameters in the fork at `place`, which has its own seed."""
         asked: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
         seed = None if usual.seed is None else usual.seed + place
         asked |= {"n": 1, "logprobs": None, "prompt_logprobs": None, "seed": seed}
@@ -59,7 +59,7 @@ class Select(Expression):
     choices_method: Method
 
     def best(self, logprobs: Sequence[Sequence[float]]) -> int:
-        """The number of the choice, by what its tokens have."""
+        """The index of the best choice, given the log-probabilities of its tokens."""
         sums = [sum(row) for row in logprobs]
         if self.choices_method == "token_length_normalized":
             sums = [total / len(row) for total, row in zip(sums, logprobs, strict=True)]
@@ -82,17 +82,19 @@ def gen(
     regex: str | None = None,
     json_schema: Mapping[str, Any] | str | None = None,
 ) -> Expression:
-    """Let the model write here. The text goes to the state, and to its variable `name` if there is one.
+    """Let the model write here. The text is added to the state, and stored as its variable `name`, if given.
 
-    stop         strings that end it and are left out
+    stop         strings that end the text; they are not included
     temperature  None: as `run` says, else as the model recommends
-    regex        what all of the text matches
-    json_schema  what the text is an instance of, as JSON; a dict, or a schema's text
+    regex        the whole text matches this
+    json_schema  the text is JSON that matches this schema; a dict, or a schema's text
 
     Raises InvalidRequest.
     """
     if regex is not None and json_schema is not None:
-        raise InvalidRequest(f"gen({name!r}) has a regex and a json_schema", "give one of them", param="regex")
+        raise InvalidRequest(
+            f"gen({name!r}) has both a regex and a json_schema", "pass only one of them", param="regex"
+        )
     constraint = None
     if regex is not None:
         constraint = Constraint("regex", regex, param="regex")
@@ -103,46 +105,46 @@ def gen(
 
 
 def select(name: str, choices: Sequence[str], choices_method: Method = "token_length_normalized") -> Expression:
-    """Put the likeliest of the choices here. `name` becomes a variable.
+    """Put the likeliest choice here and store it as the variable `name`.
 
-    All are scored: the log-probability of each of their tokens, given the text so far, which is computed once.
+    All choices are scored by the log-probabilities of their tokens, given the text so far, which is computed once.
 
     choices_method  token_length_normalized: the best mean over a choice's tokens; likelihood: the best sum, which
-                    favours short ones
+                    favors short choices
 
     Raises InvalidRequest.
     """
     listed = tuple(choices)
     if isinstance(choices, str) or not listed or not all(isinstance(one, str) and one for one in listed):
         raise InvalidRequest(
-            f"select({name!r}) has the choices {str(choices)[:80]!r}: they must be texts that are not empty",
-            'give a list, as ["yes", "no"]', param="choices",
+            f"the choices of select({name!r}) must be non-empty strings, not {str(choices)[:80]!r}",
+            'pass a list such as ["yes", "no"]', param="choices",
         )  # fmt: skip
     if len(set(listed)) < len(listed):
-        raise InvalidRequest(f"select({name!r}) has a choice twice", "name each once", param="choices")
+        raise InvalidRequest(f"select({name!r}) has a duplicate choice", "list each choice once", param="choices")
     if choices_method not in get_args(Method):
         known = " or ".join(get_args(Method))
-        raise InvalidRequest(f"choices_method is {choices_method!r}, it must be {known}", f"give {known}")
+        raise InvalidRequest(f"choices_method must be {known}, not {choices_method!r}", f"pass {known}")
     return Select(name, listed, choices_method)
 
 
 def system(*parts: str | Expression) -> Expression:
-    """The message that says what the assistant is."""
+    """The system message."""
     return _turn("system", parts)
 
 
 def user(*parts: str | Expression) -> Expression:
-    """A message of the user's."""
+    """A user message."""
     return _turn("user", parts)
 
 
 def assistant(*parts: str | Expression) -> Expression:
-    """The answer: text that is given, and what `gen` and `select` make."""
+    """An assistant message: given text, and the output of `gen` and `select`."""
     return _turn("assistant", parts)
 
 
 def checked(added: Any) -> str | Expression:
-    """Raises InvalidRequest for what no program can add."""
+    """Return `added`. Raises InvalidRequest for anything a program cannot add."""
     if isinstance(added, str | Expression):
         return added
     raise InvalidRequest(f"a program cannot add {added!r:.80} to its state", f"add {_ADDED}")
@@ -152,11 +154,11 @@ def _turn(role: str, parts: Sequence[str | Expression]) -> Turn:
     flat = tuple(one for part in parts for one in _parts(checked(part)))
     for one in flat:
         if isinstance(one, Turn):
-            raise InvalidRequest(f"a message stands within {role}(...)", "add one after the other")
+            raise InvalidRequest(f"{role}(...) contains another message", "add messages one after the other")
         if role != "assistant" and not isinstance(one, str):
             made = "gen" if isinstance(one, Gen) else "select"
             hint = f"put {made}(...) into assistant(...), and add its text to the next message"
-            raise InvalidRequest(f"{role}(...) holds {made}(...), which only the assistant does", hint)
+            raise InvalidRequest(f"{role}(...) contains {made}(...), which is only allowed in assistant(...)", hint)
     return Turn(role, flat)
 
 
@@ -168,4 +170,4 @@ def _schema(given: Mapping[str, Any] | str) -> Any:
     try:
         return json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
-        raise InvalidRequest(f"json_schema is no JSON: {error}", "give a dict", param="json_schema") from error
+        raise InvalidRequest(f"json_schema is not valid JSON: {error}", "pass a dict", param="json_schema") from error

@@ -1,4 +1,4 @@
-"""`function` makes a program of a Python function; a program is run once, or for many arguments at once."""
+"""`function` makes a program from a Python function; run it once, or for many arguments at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_THREADS = 16
 
 
 class Program:
-    """A function whose first argument is a `State`. Called with one, it writes there: programs are made of programs."""
+    """A function whose first argument is a `State`. Called with a state, it writes there, so programs can be nested."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         functools.update_wrapper(self, body)
@@ -35,10 +35,10 @@ class Program:
         return self._body(state, *args, **kwargs)
 
     def run(self, llm: LLM | Endpoint, /, *args: Any, params: SamplingParams | None = None, **kwargs: Any) -> State:
-        """Run it to its end, and give its state. What one of its calls raises ends all of them.
+        """Run to the end and return the state. An error in one call ends all calls.
 
-        params  how `gen` samples where it does not say; None: as the model recommends. With a seed each fork has its
-                own, seed + its number
+        params  sampling where `gen` does not say; None: as the model recommends. With a seed, each fork uses
+                seed + its index
         """
         return self._run(Run(_model(llm), params), args, kwargs)
 
@@ -51,12 +51,12 @@ class Program:
         params: SamplingParams | None = None,
         num_threads: int = NUM_THREADS,
     ) -> list[State]:
-        """Run it for each of these keyword arguments, `num_threads` at a time; the states in their order.
+        """Run for each of these keyword arguments, `num_threads` at a time; returns the states in order.
 
-        What one raises ends all.
+        An error in one run ends all of them.
         """
         if num_threads < 1:
-            raise InvalidRequest(f"num_threads is {num_threads}, it must be at least 1", "leave it out")
+            raise InvalidRequest(f"num_threads must be at least 1, not {num_threads}", "omit it")
         model = _model(llm)
         runs = [Run(model, params) for _ in batch]
         with ThreadPoolExecutor(min(num_threads, len(batch) or 1)) as pool:
@@ -82,7 +82,7 @@ class Program:
 
 
 def function(body: Callable[..., Any]) -> Program:
-    """Make a program of a function: `@function`, and its first argument is the state it writes to."""
+    """Make a program from a function: `@function`; its first argument is the state to write to."""
     return Program(body)
 
 

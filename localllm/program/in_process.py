@@ -1,4 +1,4 @@
-"""Programs on an `LLM` of this process."""
+"""Programs on an `LLM` in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InProcess:
         from localllm.llm.outputs import RequestOutput
 
         llm, prompt = self._llm, self._encoded(written)
-        begins = bool(written.messages) and not written.is_open  # an answer, before which a model may think
+        begins = bool(written.messages) and not written.is_open  # a new answer, which may start with reasoning
         spec = llm.output_rules.spec(prompt, chat=begins, constraint=gen.constraint)
         params = gen.params(how.params or llm.default_params(), how.place)
         call = _Call(self._prefixes.begin(prompt))
@@ -74,20 +74,20 @@ class InProcess:
 
 
 class _Call:
-    """A request under way.
+    """A request in progress.
 
-    end_reading   called when its prompt is read, or it has ended
+    end_reading   called when its prompt has been read, or it has ended
     """
 
     def __init__(self, end_reading: Callable[[], None]) -> None:
         self._end_reading = end_reading
         self._is_reading = True
         self._ended = threading.Event()
-        self._heard: list[Any] = []
+        self._events: list[Any] = []
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """While it is submitted: if that fails, it reads nothing."""
+        """Wraps the submission: if it fails, nothing will be read."""
         try:
             yield
         except BaseException:
@@ -96,7 +96,7 @@ class _Call:
 
     def hear(self, event: Any) -> None:
         """Called by the engine's thread with every `OutputDelta` or `TokenEvent`."""
-        self._heard.append(event)
+        self._events.append(event)
         if self._is_reading and (event.token_ids or event.finish_reason is not None):
             self._is_reading = False
             self._end_reading()
@@ -104,11 +104,11 @@ class _Call:
             self._ended.set()
 
     def wait(self) -> list[Any]:
-        """All events, at its end. Raises the error that ended it, and Aborted."""
+        """Wait for the end and return all events. Raises the error that ended the request, or Aborted."""
         self._ended.wait()
-        last = self._heard[-1]
+        last = self._events[-1]
         if last.error is not None:
             raise last.error
         if last.finish_reason is FinishReason.ABORT:
             raise Aborted("the program was stopped")
-        return self._heard
+        return self._events

@@ -1,4 +1,4 @@
-"""What a program has written so far, and the calls that write on: in a thread while there are any."""
+"""A program's text so far, and the calls that extend it, which run in a thread."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_FORKS = 256
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a run cost.
+    """The cost of a run.
 
-    computed   tokens of prompts that were read
-    reused     those that the cache had
-    generated  tokens of answers
+    computed   prompt tokens computed
+    reused     prompt tokens from the cache
+    generated  answer tokens
     """
 
     computed: int = 0
@@ -36,7 +36,7 @@ class Tokens:
 
 
 class Run:
-    """One run of a program: what its states share."""
+    """One run of a program, shared by its states."""
 
     def __init__(self, model: Model, params: SamplingParams | None) -> None:
         self.model, self.params = model, params
@@ -51,17 +51,17 @@ class Run:
 
 
 class State:
-    """What a program adds to with `+=`. Calls run beside the program; reading waits for them.
+    """What a program adds to with `+=`. Calls run in the background; reading waits for them.
 
-    `state["name"]` is what `gen` or `select` of that name made, `text()` all of it, `tokens` what the run cost.
+    `state["name"]` is the output of the `gen` or `select` with that name, `text()` is all of it, `tokens` the cost.
     """
 
     def __init__(self, run: Run, parent: State | None = None, place: int = 0) -> None:
-        self.ret_value: Any = None  # of the program's function
+        self.ret_value: Any = None  # return value of the program's function
         self._run, self._place = run, place
         self._text: str = parent._text if parent else ""
         self._messages: list[Message] = list(parent._messages) if parent else []
-        self._is_open = False  # the last message is being written
+        self._is_open = False  # whether the last message is still being written
         self._variables: dict[str, Any] = dict(parent._variables) if parent else {}
         self._meta: dict[str, dict[str, Any]] = dict(parent._meta) if parent else {}
         self._queue: deque[str | Expression] = deque()
@@ -87,14 +87,14 @@ class State:
         return self
 
     def fork(self, size: int = 1) -> Forks:
-        """So many states that go on from here, each its own way, at the same time."""
+        """Make `size` states that continue from here independently, at the same time."""
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_FORKS:
             raise InvalidRequest(f"fork({size!r:.40}): the size must be 1 to {MAX_FORKS}", "fork fewer", param="size")
         self.sync()
         return Forks(self, [State(self._run, self, self._place * size + number) for number in range(size)])
 
     def sync(self) -> None:
-        """Wait until all that was added is written. Raises what a call raised."""
+        """Wait until everything added is written. Raises the error of a failed call."""
         with self._changed:
             while self._is_busy:
                 self._changed.wait()
@@ -134,14 +134,12 @@ class State:
         elif self._is_open:
             self._messages[-1]["content"] += text
         elif text:
-            raise InvalidRequest(
-                f"{text!r:.60} stands between the messages of a conversation", "put it into user(...) or assistant(...)"
-            )
+            raise InvalidRequest(f"{text!r:.60} is outside of any message", "put it into user(...) or assistant(...)")
 
     def _take_turn(self, turn: Turn) -> None:
         if self._text:
             raise InvalidRequest(
-                f"{turn.role}(...) follows text that is no message: {self._text!r:.60}", "begin with a message"
+                f"{turn.role}(...) follows text outside of any message: {self._text!r:.60}", "start with a message"
             )
         self._messages.append({"role": turn.role, "content": ""})
         self._is_open = True
@@ -179,9 +177,7 @@ class State:
         if not self._messages:
             return Written(self._text, ())
         if not self._is_open:
-            raise InvalidRequest(
-                f"{what}(...) stands between the messages of a conversation", "put it into assistant(...)"
-            )
+            raise InvalidRequest(f"{what}(...) is outside of any message", "put it into assistant(...)")
         *before, last = self._messages
         if not last["content"]:
             return Written("", tuple(before))
@@ -190,7 +186,7 @@ class State:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        return self._found(self._variables, name)
+        return self._lookup(self._variables, name)
 
     def __contains__(self, name: object) -> bool:
         self.sync()
@@ -201,10 +197,10 @@ class State:
         self._variables[name] = value
 
     def get_meta_info(self, name: str) -> dict[str, Any]:
-        """Of `gen`: finish_reason, prompt_tokens, cached_tokens, completion_tokens. Of `select`: the choices, the sum
-        of the log-probabilities of each and its num_tokens.
+        """For `gen`: finish_reason, prompt_tokens, cached_tokens, completion_tokens. For `select`: the choices, and for
+        each the sum of its log-probabilities and its num_tokens.
         """
-        meta: dict[str, Any] = self._found(self._meta, name)
+        meta: dict[str, Any] = self._lookup(self._meta, name)
         return meta
 
     @property
@@ -213,32 +209,32 @@ class State:
         return dict(self._variables)
 
     def text(self) -> str:
-        """All that is written; of a conversation a paragraph for each message."""
+        """The whole text; for a conversation, one paragraph per message."""
         self.sync()
         return "\n\n".join(f"{one['role']}: {one['content']}" for one in self._messages) or self._text
 
     def messages(self) -> list[Message]:
-        """The conversation; none where there are no messages."""
+        """The conversation; empty without messages."""
         self.sync()
         return [{**message} for message in self._messages]
 
     @property
     def tokens(self) -> Tokens:
-        """What the whole run has cost so far, its forks included."""
+        """The cost of the whole run so far, including its forks."""
         return self._run.tokens
 
-    def _found(self, where: dict[str, Any], name: str) -> Any:
+    def _lookup(self, where: dict[str, Any], name: str) -> Any:
         self.sync()
         if name not in where:
             has = ", ".join(map(repr, where)) or "none"
             raise InvalidRequest(
-                f"the program has no variable {name!r:.60}; it has: {has:.200}", "name a gen or a select"
+                f"the program has no variable {name!r:.60}; it has: {has:.200}", "use the name of a gen or select"
             )
         return where[name]
 
 
 class Forks:
-    """The states that `fork` made. `+=` adds to each, `forks["name"]` lists the variables."""
+    """The states made by `fork`. `+=` adds to each; `forks["name"]` lists their variables."""
 
     def __init__(self, parent: State, states: list[State]) -> None:
         self._parent, self._states = parent, states
@@ -262,12 +258,12 @@ class Forks:
         return [state[key] for state in self._states] if isinstance(key, str) else self._states[key]
 
     def __setitem__(self, number: int, state: State) -> None:
-        """For `forks[0] += ...`, which puts back what it took."""
+        """Supports `forks[0] += ...`, which assigns the same state back."""
         if state is not self._states[number]:
             raise InvalidRequest("a fork cannot be replaced", "add to it: forks[0] += ...")
 
     def join(self) -> None:
-        """Wait for all. What they named becomes variables of the state they came from: lists, in their order."""
+        """Wait for all forks. Their variables become lists in the parent state, in fork order."""
         known = self._parent.variables
         all_of = [state.variables for state in self._states]
         for name in dict.fromkeys(name for one in all_of for name in one):

@@ -1,1 +1,1 @@
-"""A child process with limits, and its inside."""
+"""A child process with resource limits, and the code that runs in it."""

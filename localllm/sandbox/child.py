@@ -1,7 +1,7 @@
-"""A child process that answers requests over pipes: its start, its deadline, its restart after it dies.
+"""A child process that answers requests over pipes, with deadlines, and is restarted after it dies.
 
 For work that cannot be interrupted in this process: rendering chat templates, compiling grammars, measuring a card.
-A message is a little-endian uint32 length and that many bytes; the child says it is ready with an empty one.
+A message is a little-endian uint32 length followed by that many bytes; the child signals readiness with an empty one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from localllm.errors import InternalError
 
 START_S = 30.0  # for Python to start on a busy machine; usually 0.1
 MAX_ANSWER_BYTES = 64 << 20
-DYING_S = 0.5  # for a child whose pipe closed to be gone, so that it is known how it ended
+DYING_S = 0.5  # for a child to exit after its pipe closed, so that its exit code is known
 HEADER = struct.Struct("<I")
-# what the child may know of its surroundings: no tokens, no keys
+# environment variables that the child may see: no tokens, no keys
 _ENVIRONMENT = frozenset(
     "PATH HOME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH "  # noqa: SIM905 - one line reads better
     "PYTHONPATH PYTHONHOME PYTHONSAFEPATH PYTHONUTF8 PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX".split()
@@ -28,7 +28,7 @@ _ENVIRONMENT = frozenset(
 
 
 class ChildDied(Exception):
-    """The child closed its pipe; a new one starts at the next request. `code` is its exit code, minus a signal's."""
+    """The child closed its pipe; the next request starts a new one. `code` is its exit code, or minus the signal."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(f"code {code}")
@@ -36,18 +36,18 @@ class ChildDied(Exception):
 
 
 class ChildLate(Exception):
-    """The deadline is over; the child was ended."""
+    """The deadline passed; the child was killed."""
 
 
 class Child:
-    """One child, started when first needed or by `start`. Safe to share between threads: they take turns."""
+    """One child, started on first use or by `start`. Safe to share between threads, which take turns."""
 
     def __init__(self, module: str, what: str, *, trusted: bool = False) -> None:
-        """Starts nothing.
+        """Start nothing yet.
 
         module   run as `python -P -m module`
-        what     for errors: "the process that renders chat templates"
-        trusted  it sees all of our environment
+        what     name for errors: "the process that renders chat templates"
+        trusted  pass on the whole environment
         """
         self._module = module
         self._what = what
@@ -62,17 +62,17 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the child, and do not wait for it."""
+        """Start the child without waiting for it."""
         with self._lock:
             self._ensure()
 
     def close(self) -> None:
-        """End the child. It starts again with the next request."""
+        """End the child. The next request starts it again."""
         with self._lock:
             self._end()
 
     def exchange(self, request: bytes, deadline_s: float) -> bytes:
-        """The answer to one request. Raises ChildDied or ChildLate; InternalError when the child does not start."""
+        """Send one request and return the answer. Raises ChildDied or ChildLate; InternalError if it cannot start."""
         with self._lock:
             self._ensure()
             try:
@@ -84,7 +84,7 @@ class Child:
                 (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
                 if size > MAX_ANSWER_BYTES:
                     raise ChildLate
-                return self._read(size, deadline + 1.0)  # done: only the pipe is left
+                return self._read(size, deadline + 1.0)  # the work is done: only the pipe is left
             except ChildDied:
                 raise ChildDied(self._end(DYING_S)) from None
             except ChildLate:
@@ -96,7 +96,7 @@ class Child:
                     raise InternalError(message, "try again when the machine is less busy") from None
                 raise
             except BaseException:
-                self._end()  # interrupted in the middle of an exchange: its answer belongs to nobody
+                self._end()  # interrupted during an exchange: the pending answer must not reach the next request
                 raise
 
     def _ensure(self) -> None:
@@ -117,11 +117,11 @@ class Child:
             os.set_blocking(pipe.fileno(), False)
 
     def _end(self, wait_s: float = 0.0) -> int:
-        """End it. The exit code it had already, 0 when it still ran after `wait_s`."""
+        """End the child. Returns its exit code, or 0 if it was still running after `wait_s`."""
         process, self._process, self._ready = self._process, None, False
         if process is None:
             return 0
-        with process:  # in the end it closes the pipes and waits
+        with process:  # closes the pipes and waits on exit
             try:
                 return process.wait(wait_s)
             except subprocess.TimeoutExpired:
@@ -156,7 +156,7 @@ class Child:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Until the descriptor is ready or closed; ChildLate when the deadline comes first."""
+    """Wait until the descriptor is ready or closed. Raises ChildLate at the deadline."""
     poll = select.poll()
     poll.register(descriptor, event)
     left = deadline - time.monotonic()

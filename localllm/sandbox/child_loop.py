@@ -1,4 +1,4 @@
-"""The inside of a child process (`child.py`): its limits, and the loop that answers requests until the input ends."""
+"""The inside of a child process (`child.py`): its limits, and the loop that answers requests until input ends."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ HEADER = struct.Struct("<I")
 
 
 def confine(memory_bytes: int, stack_bytes: int | None = None) -> None:
-    """Limits that hold from now on: no files written, no processes, so much memory beyond what is in use already.
+    """Limit this process from now on: it can write no files, start no processes, and allocate only so much memory.
 
-    memory_bytes  address space beyond the present one
-    stack_bytes   of the main thread; None leaves it
+    memory_bytes  address space beyond what is in use now
+    stack_bytes   stack of the main thread; None leaves it unchanged
     """
     with open("/proc/self/statm", "rb") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + memory_bytes, size + memory_bytes))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))  # no core files, no bytes into any file, no processes
+        resource.setrlimit(limit, (0, 0))  # no core files, no file writes, no processes
     if stack_bytes is not None:
         resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, stack_bytes))
 
 
 def serve(answer: Callable[[bytes], bytes], *, alarm_s: float = 0.0, cpu_s: float = 0.0) -> None:
-    """Say that all is ready (an empty answer), then answer until the input ends.
+    """Signal readiness (an empty message), then answer requests until input ends.
 
-    alarm_s  ends a wedged child whose parent is gone; the parent gives up sooner; 0: never
-    cpu_s    processor time that one answer may take, by the default action of SIGPROF; 0: any
+    alarm_s  wall time per answer, after which a stuck child whose parent is gone ends; 0: no limit
+    cpu_s    CPU time per answer, enforced by the default action of SIGPROF; 0: no limit
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(HEADER.pack(0))
     answers.flush()
@@ -40,7 +40,7 @@ def serve(answer: Callable[[bytes], bytes], *, alarm_s: float = 0.0, cpu_s: floa
         header = requests.read(HEADER.size)
         if len(header) < HEADER.size:
             return
-        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # the default action of the signals ends the process
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)  # both signals end the process by default
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         said = answer(requests.read(HEADER.unpack(header)[0]))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -76,5 +76,5 @@ def test_a_tool_whose_schema_is_wrong_is_left_out(backend: InProcessBackend, too
     tools.only = {"echo", "lies"}
     failed = answer(backend, ASKED, tools.offered).failed
     assert failed is not None and "no such type" in failed.message, failed
-    assert tools.leave_out(failed.param, failed.message).startswith("the tool lies is left out: ")
+    assert tools.leave_out(failed.param, failed.message).startswith("skipping the tool lies: ")
     assert answer(backend, ASKED, tools.offered).failed is None

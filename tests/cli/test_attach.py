@@ -163,7 +163,7 @@ def test_flags_that_say_how_to_load_load_it_here(server: type[Server], words: tu
 
 def test_a_temperature_that_no_server_takes_is_taken_here(server: type[Server]) -> None:
     done = run("run", "tiny", "hi", "--temp", "3", "--offline", "--no-input")
-    assert "a server takes temperatures up to 2: running the model here" in done.stderr and not server.asked
+    assert "servers accept temperatures up to 2: running the model here" in done.stderr and not server.asked
 
 
 def test_a_name_of_the_users_own_is_not_the_servers(server: type[Server], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_piped_input_is_answered_once_and_alone_on_stdout(invoke: Invoke) -> Non
     result = invoke("chat", "fake", "--temp", "0", stdin="What is\nthis?\n")
     assert result.exit_code == 0
     assert result.stdout == "What is\nthis?\n"
-    assert "as `localllm run` does" in result.stderr
+    assert "like `localllm run`" in result.stderr
 
 
 def test_piped_input_and_a_prompt_go_together(invoke: Invoke) -> None:
@@ -127,7 +127,7 @@ def test_line_mode_answers_commands_and_ends_at_ctrl_d(line: Line) -> None:
     line.send("/set temp 0.3\n")
     line.wait_for("temperature = 0.3")
     line.send("/nope\n")
-    line.wait_for("there is no command /nope")
+    line.wait_for("unknown command /nope")
     line.send("//literal\n")
     line.wait_for("/literal\r\n")
     line.send("one\\\n")
@@ -148,9 +148,9 @@ def test_line_mode_answers_commands_and_ends_at_ctrl_d(line: Line) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--serve"], "--serve is for a chat in this terminal"),
-        (["--serve", "--web"], "--serve is for a chat in this terminal"),
-        (["--serve", "--attach-to", "http://127.0.0.1:9"], "--serve is for a chat in this terminal"),
+        (["--serve"], "--serve needs a chat that runs its own model"),
+        (["--serve", "--web"], "--serve needs a chat that runs its own model"),
+        (["--serve", "--attach-to", "http://127.0.0.1:9"], "--serve needs a chat that runs its own model"),
     ],
 )
 def test_serve_needs_an_engine_of_this_chat(invoke: Invoke, words: list[str], says: str) -> None:
@@ -163,7 +163,7 @@ def test_line_mode_goes_on_where_nothing_can_be_served(tmp_path: Path) -> None:
     one.wait_for("the scripted engine has no server")
     one.wait_for("> ")
     one.send("/serve 99999\n")
-    one.wait_for("it can be a port up to 65535, or off")
+    one.wait_for("it must be a port up to 65535, or off")
     one.send("/quit\n")
     assert one.end() == 0
 
@@ -228,7 +228,7 @@ def test_line_mode_saves_and_goes_on(tmp_path: Path) -> None:
     second = Line(tmp_path, "-c", env=env)
     second.wait_for("resumed “My talk”")
     second.send("/undo\n")
-    second.wait_for("taken back")
+    second.wait_for("removed the last question")
     second.send("/quit\n")
     assert second.end() == 0
 

@@ -140,7 +140,7 @@ def test_a_bar_says_that_nothing_moves() -> None:
     bar.update(_download(100))
     now[0] += 12
     bar.tick()
-    assert "stalled 12 s, retrying" in err.getvalue()
+    assert "stalled for 12 s, retrying" in err.getvalue()
 
 
 def test_a_bar_shows_load_phases() -> None:
@@ -170,8 +170,8 @@ def test_plain_lines_tell_what_building_the_kernels_took() -> None:
     ):
         plain.update(phase)
     lines = err.getvalue().splitlines()
-    assert lines[:2] == ["loading m", "building the kernels for this CPU, once"]
-    assert lines[2].startswith("the kernels took ") and lines[3:] == ["loading: weights"]
+    assert lines[:2] == ["loading m", "building the kernels for this CPU (first use only)"]
+    assert lines[2].startswith("built the kernels in ") and lines[3:] == ["loading: weights"]
 
 
 def test_the_time_that_kernels_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_the_time_that_kernels_took_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     plain.tick()
     clock[0] = 13.0
     plain.update(Told("weights", 1, 8))
-    assert err.getvalue().splitlines()[-3:] == ["still kernels, 11 s", "the kernels took 13 s", "loading: weights"]
+    assert err.getvalue().splitlines()[-3:] == ["still kernels, 11 s", "built the kernels in 13 s", "loading: weights"]
 
 
 def test_plain_lines_come_every_ten_per_cent() -> None:

@@ -37,7 +37,7 @@ def test_the_kernels_of_a_card_that_is_not_here(invoke: Invoke, monkeypatch: pyt
     assert [row["op"] for row in rows] == [f"linear {n}" for n in range(6)]
     result = invoke("doctor", "--kernels", "12.0")
     assert "12,345" in result.stdout and "mma.sync" in result.stdout
-    assert "6 kernels, 1 of them not available" in result.stderr
+    assert "6 kernels, 1 of them unavailable" in result.stderr
 
 
 def test_a_card_nobody_makes_kernels_for_is_named(invoke: Invoke) -> None:

@@ -40,7 +40,7 @@ def test_words_are_found(invoke: Invoke, saved: Path) -> None:
     assert "Why CUDA graphs?" in result.stdout and "\x1b" not in result.stdout
     hits = valid(invoke("logs", "search", "launch", "--json").stdout, "logs-1")["hits"]
     assert [hit["role"] for hit in hits] == ["assistant"]
-    assert "nothing found" in invoke("logs", "search", "zebra").stderr
+    assert "no message matches" in invoke("logs", "search", "zebra").stderr
 
 
 def test_a_chat_is_shown_exported_and_comes_back(invoke: Invoke, saved: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_chat_is_shown_exported_and_comes_back(invoke: Invoke, saved: Path, tm
     assert invoke("logs", "export", "7f3", "--format", "json", "-o", str(target)).exit_code == 0
     assert json.loads(target.read_text())["id"] == "7f3a00"
     refused = invoke("logs", "export", "7f3", "-o", str(target))
-    assert refused.exit_code == 2 and "there already" in refused.stderr
+    assert refused.exit_code == 2 and "already exists" in refused.stderr
     assert invoke("logs", "export", "last", "-o", "-").stdout.startswith("# Haiku")
     assert "<html" in invoke("logs", "export", "7f3", "--format", "html").stdout
     assert "1 chat from localllm" in invoke("logs", "import", str(target)).stderr
@@ -99,7 +99,7 @@ def test_wrong_words_have_a_way_out(invoke: Invoke, saved: Path, words: tuple[st
 
 
 def test_what_is_missing_is_named(invoke: Invoke, saved: Path) -> None:
-    assert "nothing found for zebra" in invoke("logs", "list", "zebra").stderr
+    assert "no chat matches zebra" in invoke("logs", "list", "zebra").stderr
     assert "needs a file" in invoke("logs", "import").stderr
 
 

@@ -98,7 +98,7 @@ def test_a_missing_file_or_name_exits_3(invoke: Invoke, empty_home: Path) -> Non
 def test_an_empty_name_does_not_mean_the_usual_model(invoke: Invoke, empty_home: Path) -> None:
     for words in (["run", "", "hi"], ["show", ""], ["plan", "smollm2", ""]):
         result = invoke(*words)
-        assert result.exit_code == 2 and "the name of the model is empty" in result.stderr
+        assert result.exit_code == 2 and "the model name is empty" in result.stderr
 
 
 def test_formats_that_are_none_are_refused_before_a_model_is_loaded(invoke: Invoke, models: Path) -> None:
@@ -250,7 +250,7 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     assert "already here" in again.stderr
     elsewhere = invoke("pull", NAME, "--device", "cuda:99", "--json")  # a card that is not there is no matter of files
     assert elsewhere.exit_code == 0 and valid(elsewhere.stdout, "pull-1")["fits"] is None
-    assert "1 file checked, all of them right" in invoke("pull", NAME, "--repair").stderr
+    assert "1 file checked, all intact" in invoke("pull", NAME, "--repair").stderr
     assert "org/tiny-GGUF" in invoke("ls").stdout
     assert "there is no cuda:99 here" in invoke("ls", "--device", "cuda:99", "--json").stdout
     assert invoke("rm", NAME, "-y").exit_code == 0

@@ -98,7 +98,7 @@ def test_the_largest_context_is_one_number(invoke: Invoke, empty_home: Path) -> 
 
 def test_a_window_that_is_too_small_is_refused_with_the_least(invoke: Invoke, empty_home: Path) -> None:
     result = invoke("plan", "smollm2", "--ctx", "8")
-    assert result.exit_code == 2 and "--ctx is '8': expected numbers from 16 such as 8k,32k" in result.stderr
+    assert result.exit_code == 2 and "--ctx must be numbers of at least 16, such as 8k,32k, not '8'" in result.stderr
 
 
 def test_without_names_what_is_here_and_what_could_be(invoke: Invoke, home: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_other_engines_run_is_named(invoke: Invoke, empty_home: Path, monke
     )
     text = invoke("plan", "qwen", env={"LOCALLLM_FAKE_HW": "rtx4060", "COLUMNS": "200"}).stdout
     (line,) = (line for line in text.splitlines() if "for other engines" in line)
-    assert line.startswith("Qwen3.5 9B is of 2026-03; newer, for other engines: Qwen3.8 27B")
+    assert line.startswith("Qwen3.5 9B dates from 2026-03; newer, for other engines: Qwen3.8 27B")
     assert "Qwen3 " not in line and "Qwen3.5 35B" not in line, "these are older"
     assert "localllm doctor --for llama.cpp qwen3.8-27b" in text
 
@@ -148,7 +148,7 @@ def test_a_limit_of_downloads_is_told_and_holds_for_no_other_machine(
     env = {"LOCALLLM_FAKE_HW": "rtxpro6000"}
     family = invoke("plan", "qwen", env=env).stdout
     assert "★ qwen3.8-27b" in family and " int4 " in family.splitlines()[1]
-    assert "qwen3.8-27b fp8 is left out: its download is over the limit of 20.0 GiB (40% of the disk)" in family
+    assert "qwen3.8-27b fp8 is left out: its download exceeds the limit of 20.0 GiB (40% of the disk)" in family
     assert " fp8 " in invoke("plan", "qwen3.8-27b", env=env).stdout.splitlines()[1]
     assert " fp8 " in invoke("plan", "qwen", "--gpu", "RTX PRO 6000", env=env).stdout.splitlines()[1]
 
@@ -190,7 +190,7 @@ def test_a_card_that_is_not_here(invoke: Invoke, home: Path) -> None:
     text = invoke("plan", "qwen3-14b", "--gpu", "h100", env={"LOCALLLM_FAKE_HW": "cpu"})
     assert "H100 (not here)" in text.stderr
     two = invoke("plan", "qwen3-14b", "--gpu", "4060 Ti", env={"LOCALLLM_FAKE_HW": "cpu"})
-    assert "sold with other sizes, too: --vram 16G" in two.stdout
+    assert "comes with other memory sizes: --vram 16G" in two.stdout
     for name in ("3060 8GB", "RTX 3060 8 GB", "3060-8G"):
         assert {row["have_bytes"] for row in rows(invoke, "qwen3-4b", "--gpu", name, hw="cpu")} == {int(8 * GIB * 0.92)}
     wrong = invoke("plan", "--gpu", "RTX 5O9O")
@@ -385,8 +385,8 @@ def test_states_are_explained_beside_keys_and_values() -> None:
     facts = ModelFacts("x", "x", "x", 64, 100, 512, 1e-6, layers)
     row: Any = SimpleNamespace(plan=SimpleNamespace(kv="bf16"), subject=SimpleNamespace(facts=facts))
     _, kept, state = _model_lines(cast(Any, row))
-    assert "2 × 1 layers × 2 heads × 16 values" in kept and "128 B a layer and token" in kept
-    assert state == f"state = 2 layers of any length: {2 * 4 * (64 * 3 + 4 * 8 * 8):,} B a sequence"
+    assert "2 × 1 layers × 2 heads × 16 values" in kept and "128 B per layer and token" in kept
+    assert state == f"state = 2 layers of constant size: {2 * 4 * (64 * 3 + 4 * 8 * 8):,} B per sequence"
 
 
 def test_latents_are_explained_as_what_is_kept() -> None:
@@ -401,8 +401,8 @@ def test_latents_are_explained_as_what_is_kept() -> None:
     facts = ModelFacts("x", "x", "x", 64, 100, 512, 1e-6, layers)
     row: Any = SimpleNamespace(plan=SimpleNamespace(kv="bf16"), subject=SimpleNamespace(facts=facts))
     _, kept = _model_lines(cast(Any, row))
-    assert kept == "KV = 47 layers × (512 + 64) values in bf16: 1,152 B a layer and token"
-    assert _attention(facts) == "20 heads over latents of 512 values, and 64 that turn"
+    assert kept == "KV = 47 layers × (512 + 64) values in bf16: 1,152 B per layer and token"
+    assert _attention(facts) == "20 heads over latents of 512 values, plus 64 rotary"
 
 
 @pytest.mark.slow

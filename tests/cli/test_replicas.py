@@ -30,9 +30,9 @@ def test_an_address_is_told_from_a_model() -> None:
     [
         (("--replicas", "2"), "--replicas needs --ray"),
         (("--ray",), "one model"),
-        (("smollm2", "--ray", "--ollama"), "--ollama does not go with --ray"),
-        (("smollm2", "--ray", "--pin", "smollm2"), "--pin does not go with --ray"),
-        (("smollm2", "--ray", "--kv-events", "tcp://127.0.0.1:5557"), "--kv-events does not go with --ray"),
+        (("smollm2", "--ray", "--ollama"), "--ollama cannot be combined with --ray"),
+        (("smollm2", "--ray", "--pin", "smollm2"), "--pin cannot be combined with --ray"),
+        (("smollm2", "--ray", "--kv-events", "tcp://127.0.0.1:5557"), "--kv-events cannot be combined with --ray"),
     ],
 )
 def test_what_does_not_go_with_replicas_is_refused(

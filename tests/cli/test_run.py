@@ -23,7 +23,7 @@ from .conftest import LOCALLLM, Invoke, process, schema, valid
 
 def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
     result = invoke("run", "fake", "hello", "there", "--stats", "--trace")
-    assert re.search(r"\[start \d+\.\d\d s, .*first token \d\.\d\d s, in all \d+\.\d\d s\]", result.stderr)
+    assert re.search(r"\[start \d+\.\d\d s, .*first token \d\.\d\d s, total \d+\.\d\d s\]", result.stderr)
     assert result.stdout == "hello there\n"
     assert "[4 tokens, " in result.stderr and "tok/s" in result.stderr
     one = invoke("run", "fake", "hi", "--stats").stderr
@@ -48,7 +48,7 @@ def test_stdin_comes_first(invoke: Invoke) -> None:
 def test_nothing_to_say_exits_2(invoke: Invoke, words: tuple[str, ...]) -> None:
     result = invoke("run", "fake", *words, stdin="")
     assert result.exit_code == 2
-    assert "nothing to say" in result.stderr
+    assert "no prompt" in result.stderr
 
 
 def test_files_stand_between_stdin_and_prompt(invoke: Invoke, tmp_path: Path) -> None:
@@ -111,15 +111,18 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
     assert invoke("run", "fake", "long", "--max-tokens", "5").exit_code == 0
     for more in (["--strict"], ["--schema", '{"type": "string"}']):
         result = invoke("run", "fake", "long", "--max-tokens", "5", "--json", *more)
-        assert result.exit_code == 10 and "was cut at 5 tokens" in result.stderr
+        assert result.exit_code == 10 and "was cut off at 5 tokens" in result.stderr
         assert valid(result.stdout, "run-1")["output"][0]["stop"] == "length"
+    full = invoke("run", "fake-small", "long", "--ctx", "64", "--strict")  # no --max-tokens could make room
+    assert full.exit_code == 10 and "context window" in full.stderr and "--max-tokens" not in full.stderr
+    assert "cut off at 1 token " in invoke("run", "fake", "long", "--max-tokens", "1", "--strict").stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--preset", "nope"), "try   `localllm config set presets.nope.temperature 0.2` makes one"),
-        (("-c",), "there is no saved chat to go on with"),
+        (("--preset", "nope"), "try   `localllm config set presets.nope.temperature 0.2` creates it"),
+        (("-c",), "no chat has been saved yet"),
         (("--temp", "abc"), "invalid value for '--temp' / '--temperature': it must be a valid number   ["),
     ],
 )

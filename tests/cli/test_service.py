@@ -13,6 +13,7 @@ import pytest
 
 from localllm.cli.background import installed, log_file
 from localllm.cli.commands.service import units
+from localllm.device.processes import Running
 
 from .conftest import Invoke, process, valid
 
@@ -177,7 +178,7 @@ def test_a_background_process_where_there_is_no_systemd(
     monkeypatch.setenv("PATH", "/nowhere")
     port = str(free_port())
     none = process("service", "install", "--port", port, engine="")
-    assert none.returncode == 8 and b"there is no model on this machine" in none.stderr
+    assert none.returncode == 8 and b"no model is on this machine" in none.stderr
     assert installed() is None
     folder = empty_home / "data/models/tiny"
     folder.parent.mkdir(parents=True)
@@ -195,3 +196,19 @@ def test_a_background_process_where_there_is_no_systemd(
     assert valid(removed.stdout.decode(), "service-1")["state"] == "not installed"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)), timeout=10)
+
+
+def test_a_server_that_ends_before_the_signal_is_stopped(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    listed = [Running(gone.pid, "serve", "http://127.0.0.1:8000")]
+    monkeypatch.setattr("localllm.cli.commands.stop.running", lambda: listed)
+
+    def kill(pid: int, number: int) -> None:
+        listed.clear()
+        os_kill(pid, number)
+
+    os_kill = os.kill
+    monkeypatch.setattr("localllm.cli.commands.stop.os.kill", kill)
+    result = invoke("stop")
+    assert result.exit_code == 0 and f"stopped http://127.0.0.1:8000 (pid {gone.pid})" in result.stderr

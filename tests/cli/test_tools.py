@@ -33,7 +33,7 @@ def servers(tmp_path: Path) -> Path:
 
 def test_every_call_is_asked_for_until_it_is_allowed(tmp_path: Path, servers: Path) -> None:
     line = Line(tmp_path, "--plain", "--mcp", str(servers))
-    line.wait_for("/tools lists them, every call is asked for")
+    line.wait_for("/tools lists them, and every call needs your approval")
     assert "the tool list_schema is left out" in line.seen + line.errors.read_text()
     line.send('!call echo {"text": "one two"}' + "\n")
     line.wait_for('call  echo  {"text": "one two"}')
@@ -52,7 +52,7 @@ def test_every_call_is_asked_for_until_it_is_allowed(tmp_path: Path, servers: Pa
     line.wait_for("✗ the user does not allow this tool")
     line.wait_for("echo  (rogue, always runs)")
     line.send('!call echo {"text": "!call nosuch"}' + "\n")
-    line.wait_for("✗ there is no tool nosuch")
+    line.wait_for("✗ unknown tool nosuch")
     line.send("/quit\n")
     assert line.end() == 0
     with History() as history:  # calls and results are there for the next time
@@ -64,7 +64,7 @@ def test_every_call_is_asked_for_until_it_is_allowed(tmp_path: Path, servers: Pa
         "role": "tool",
         "tool_call_id": "call_0",
         "name": "nosuch",
-        "content": "there is no tool nosuch",
+        "content": "unknown tool nosuch",
     }
     assert talk.messages(last)[1]["tool_calls"][0]["function"]["arguments"] == '{"text": "one two"}'
 
@@ -76,9 +76,9 @@ def test_run_calls_only_what_was_allowed(invoke: Invoke, servers: Path) -> None:
     made = valid(result.stdout, "run-1")["output"][0]
     assert [(one["name"], one["result"], one["failed"]) for one in made["tool_calls"]] == [
         ("echo", "!call long {}", False),
-        ("long", "there is no tool long", True),
+        ("long", "unknown tool long", True),
     ]
-    assert made["text"] == "there is no tool long"
+    assert made["text"] == "unknown tool long"
     assert "call  echo" in result.stderr
     result = invoke("run", "fake", "!call fail {}", "--mcp", str(servers), "--yes-tools", "fail", "--json", "--stream")
     events = [valid(line, "events-1") for line in result.stdout.splitlines()[:-1]]
@@ -94,7 +94,7 @@ def test_run_calls_only_what_was_allowed(invoke: Invoke, servers: Path) -> None:
         (["--mcp", "FILE"], "--mcp needs --yes-tools"),
         (["--yes-tools", "echo"], "--yes-tools needs MCP servers"),
         (["--mcp", "FILE", "--yes-tools", "echo", "-n", "2"], "-n and --yes-tools"),
-        (["--mcp", "FILE", "--yes-tools", "nosuch"], "there is no such tool"),
+        (["--mcp", "FILE", "--yes-tools", "nosuch"], "unknown tool"),
         (["--mcp", "/no/such/file", "--yes-tools", "echo"], "cannot be read"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_wrong_server_in_the_settings_leaves_the_others(invoke: Invoke, tmp_pa
     )
     result = invoke("--config", str(settings), "run", "fake", '!call echo {"text": "hi"}', "--yes-tools", "echo")
     assert (result.exit_code, result.stdout) == (0, "hi\n"), result.stderr
-    assert "bad: args must be a list of strings; it is left out" in result.stderr
+    assert "bad: args must be a list of strings; skipping this server" in result.stderr
 
 
 @pytest.mark.parametrize(

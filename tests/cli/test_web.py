@@ -67,7 +67,7 @@ def test_a_tab_gets_what_the_flags_said(invoke: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("flag", ["--plain", "--inline"])
 def test_a_browser_is_no_terminal(invoke: Any, flag: str) -> None:
     done = invoke("chat", "fake", "--web", flag)
-    assert done.exit_code == 2 and f"--web is a chat in a browser, {flag}" in done.stderr
+    assert done.exit_code == 2 and f"--web opens a chat in a browser, {flag}" in done.stderr
 
 
 class Web:

@@ -45,17 +45,17 @@ def test_what_is_attached_can_be_taken_back() -> None:
 
     assert say("/attach note.txt src").startswith("2 files for the next message: 620 tokens, 32k free")
     assert [one.name for one in session.files] == ["note.txt", "src/"]
-    with pytest.raises(ConfigError, match="there are 1 note.txt, 2 src/"):
+    with pytest.raises(ConfigError, match="the files are 1 note.txt, 2 src/"):
         say("/attach off 3")
-    assert say("/attach off src/") == "src/ is taken back" and len(session.files) == 1
-    assert say("/attach off") == "no file goes with the next message" and not session.files
+    assert say("/attach off src/") == "removed src/" and len(session.files) == 1
+    assert say("/attach off") == "removed all files from the next message" and not session.files
 
 
 def test_parts_are_chosen_when_the_window_is_small_and_kept_as_they_were_sent() -> None:
     talk = Conversation()
     question = talk.ask("How are the valves?", tuple(read_documents("src note.txt")))
     said = fit(talk, question, Facts(ctx=800), count)
-    assert said[0] == "src/, note.txt: 620 tokens, 496 free: the parts that suit the question best are sent"
+    assert said[0] == "src/, note.txt: 620 tokens, 496 free: sending the parts that match the question best"
     assert any("src/: " in line and "parts sent" in line and "valves.txt" in line for line in said)
     assert "About valves" in question.content and question.content.endswith("How are the valves?")
     assert count(question.content) < 500

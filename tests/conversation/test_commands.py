@@ -56,7 +56,7 @@ def test_the_context_is_what_the_engine_counted() -> None:
         "free                    32,690   of 32k",
     ]
     first.forgotten = True
-    assert "1 question left out" in say("/ctx")
+    assert "1 question dropped" in say("/ctx")
 
 
 def test_what_is_copied() -> None:
@@ -89,19 +89,19 @@ def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: p
     first.text, first.stop = "left", "stop"
     other = talk.again(first)
     other.text, other.stop = "right", "stop"
-    assert say("/export json") == "written to which-way.json"
-    assert say("/export json") == "written to which-way-2.json"
+    assert say("/export json") == "wrote which-way.json"
+    assert say("/export json") == "wrote which-way-2.json"
     assert {m["content"] for m in json.loads((tmp_path / "which-way.json").read_text())["messages"]} == {
         "Which way?", "left", "right",
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         say("/export json which-way.json")
     say("/export")
     assert "· 2 of 3 messages\n" in (tmp_path / "which-way.md").read_text()
-    with pytest.raises(ConfigError, match="/export pdf: it can be md, json, html, or a path"):
+    with pytest.raises(ConfigError, match="/export pdf: it must be md, json, html, or a path"):
         say("/export pdf")
     for path in ("notes.txt", "./notes"):
-        assert say(f"/export {path}") == f"written to {path}"
+        assert say(f"/export {path}") == f"wrote {path}"
     say("/export my chat.html")
     assert "<html" in (tmp_path / "my chat.html").read_text(), "as its ending says"
 

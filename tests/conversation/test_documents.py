@@ -56,7 +56,7 @@ def test_a_pdf_is_read_by_pages(tmp_path: Path) -> None:
         ("page 1", "The pump is blue."),
         ("page 3", "The valve is red."),
     ]
-    assert document.notes == ("1 of 3 pages have no text, they may be scans (page 2)",)
+    assert document.notes == ("1 of 3 pages have no text and may be scans (page 2)",)
     assert "[page 3]\nThe valve is red." in document.block
 
 
@@ -128,7 +128,7 @@ def test_a_folder_is_its_text_files(tmp_path: Path) -> None:
     (folder / "link.py").symlink_to("/etc/passwd")
     document = read_document(folder)
     assert document.name == "code/" and [part.place for part in document.parts] == ["a.py", "sub/b.py"]
-    assert document.notes == ("1 file left out: not text, too large or not readable",)
+    assert document.notes == ("1 file skipped: not text, too large or unreadable",)
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     (folder / ".gitignore").write_text("sub/\n")
     assert [part.place for part in read_document(folder).parts] == ["a.py"]
@@ -169,12 +169,12 @@ def test_a_question_about_everything_gets_the_beginning_of_each_document() -> No
     other = Document("notes.txt", tuple(Part("", f"note {i} " + "word " * 60, f"n{i}") for i in range(5)))
     chosen = select([sections(TOPICS), other], "what is this?", 400, count)
     assert "About pumps" in chosen.blocks[0] and "note 0" in chosen.blocks[1] and chosen.num_tokens <= 400
-    assert all("no word of the question is in it" in notice for notice in chosen.notices)
+    assert all("no word of the question occurs in it" in notice for notice in chosen.notices)
 
 
 def test_nothing_is_dropped_without_a_notice() -> None:
     chosen = select([sections(TOPICS)], "pumps", 3, count)
-    assert chosen.blocks == [] and chosen.notices == ("guide.txt: nothing of it was sent: it does not fit",)
+    assert chosen.blocks == [] and chosen.notices == ("guide.txt: not sent, because it does not fit",)
 
 
 def test_words_of_names_and_of_scripts_without_spaces() -> None:

@@ -113,7 +113,7 @@ def test_the_list_shows_each_as_broken_and_goes_on(crowd: Path, door: Door) -> N
     assert len(table.stdout.splitlines()) == len(rows) + 1
     short = door("ls")
     assert len(short.stdout.splitlines()) == 3
-    assert f"{len(rows) - 2} more cannot be run" in short.stderr
+    assert f"{len(rows) - 2} more cannot run" in short.stderr
 
 
 def test_the_picker_shows_them_too(crowd: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused_and_ends_nothing_else(llm: LLM, adapter: Call
         patch.setattr(llm.adapters, "_free", lambda: 100)
         with pytest.raises(OutOfMemory, match="100 are free"):
             llm.load_adapter("three", adapter(3))
-    with pytest.raises(ConfigError, match="NAME=PATH each"):
+    with pytest.raises(ConfigError, match="NAME=PATH entries"):
         EngineOptions(adapters=("a=x", "a=y"))
     assert EngineOptions(adapters="/home/me/pirate,b=/x").adapter_paths == {"pirate": "/home/me/pirate", "b": "/x"}
 

@@ -83,7 +83,7 @@ def test_a_model_that_embeds_generates_nothing(tmp_path: Path) -> None:
             lambda: llm.generate("hello", SamplingParams(max_tokens=2)),
             lambda: llm.score("hello"),
         ):
-            with pytest.raises(InvalidRequest, match="embeds text") as raised:
+            with pytest.raises(InvalidRequest, match="is an embedding model") as raised:
                 ask()
             assert "/v1/embeddings" in raised.value.hint
 
@@ -120,6 +120,6 @@ def test_an_encoder_reads_each_text_whole(tmp_path: Path) -> None:
         assert not np.allclose(llm.embed("the sea"), llm.embed("the sun"))  # the first token sees the last one
         with pytest.raises(ContextTooLong):
             llm.embed("the " * 63)
-        with pytest.raises(InvalidRequest, match="embeds text"):
+        with pytest.raises(InvalidRequest, match="is an embedding model"):
             llm.chat("hello")
         assert llm.stats().pages_free == llm.stats().pages_total

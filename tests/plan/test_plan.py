@@ -342,7 +342,7 @@ def test_what_becomes_larger_while_loading_is_planned_for() -> None:
         ({"ctx": 200_000}, "131,072"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "cuda:x"}, "cuda:x"),
-        ({"max_parallel": 0}, "expected a whole number, 1"),
+        ({"max_parallel": 0}, "expected a whole number from 1"),
         ({"prefill_budget": 0}, "at least 1"),
     ],
 )

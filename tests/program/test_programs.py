@@ -141,18 +141,18 @@ def test_programs_call_programs_and_a_seed_differs_by_fork(llm: LLM) -> None:
     ("made", "said"),
     [
         (lambda s: gen("a", regex="a", json_schema={}), "regex and a json_schema"),
-        (lambda s: gen("a", json_schema="{"), "no JSON"),
+        (lambda s: gen("a", json_schema="{"), "not valid JSON"),
         (lambda s: gen("a", max_tokens=0), "max_tokens is 0"),
-        (lambda s: select("a", []), "not empty"),
-        (lambda s: select("a", "yes"), "not empty"),
-        (lambda s: select("a", ["x", "x"]), "twice"),
+        (lambda s: select("a", []), "must be non-empty"),
+        (lambda s: select("a", "yes"), "must be non-empty"),
+        (lambda s: select("a", ["x", "x"]), "duplicate"),
         (lambda s: select("a", ["x"], "best"), "choices_method"),  # type: ignore[arg-type]
         (lambda s: 3, "cannot add 3"),
         (lambda s: "a" + gen("b", max_tokens=1) + None, "cannot add None"),  # type: ignore[operator]
-        (lambda s: user(gen("a")), "user(...) holds gen(...)"),
-        (lambda s: assistant(user("a")), "within assistant"),
-        (lambda s: user("a") + "b", "between the messages"),
-        (lambda s: user("a") + gen("b"), "gen(...) stands between"),
+        (lambda s: user(gen("a")), "user(...) contains gen(...)"),
+        (lambda s: assistant(user("a")), "contains another message"),
+        (lambda s: user("a") + "b", "outside of any message"),
+        (lambda s: user("a") + gen("b"), "gen(...) is outside"),
         (lambda s: "text" + gen("b", max_tokens=1) + user("a"), "follows text"),
         (lambda s: s["other"], "no variable 'other'"),
         (lambda s: s.fork(0), "1 to 256"),
@@ -175,7 +175,7 @@ def test_select_needs_something_before_it(llm: LLM) -> None:
         s += select("a", ["x", "y"])
 
     if llm.encode_prompt("") == []:
-        with pytest.raises(InvalidRequest, match="at the beginning"):
+        with pytest.raises(InvalidRequest, match="needs text before it"):
             first.run(llm)
 
 

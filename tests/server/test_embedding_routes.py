@@ -58,4 +58,4 @@ async def test_a_text_beyond_the_window_is_refused_or_cut(client):
 )
 async def test_it_generates_nothing(client, path, body):
     refused = await client.post(path, json={"model": "bert", **body})
-    assert refused.status_code == 400 and "embeds text" in refused.text
+    assert refused.status_code == 400 and "is an embedding model" in refused.text

@@ -372,7 +372,7 @@ async def test_commands() -> None:
         await running.until(lambda: "temperature = 0.3" in notices(running))
         assert sampling == {"temperature": 0.3}
         await running.send("/set temp hot")
-        await running.until(lambda: "expected" in notices(running))
+        await running.until(lambda: "must be a number" in notices(running))
         await running.send("/system be brief")
         await running.until(lambda: "system message set" in notices(running))
         await running.send("/stats")
@@ -380,7 +380,7 @@ async def test_commands() -> None:
         await running.send("/copy")
         await running.until(lambda: running.app.clipboard == "hello")
         await running.send("/frob")
-        await running.until(lambda: "there is no command /frob" in notices(running))
+        await running.until(lambda: "unknown command /frob" in notices(running))
         await running.ask("//literal")
         assert running.backend.sent[-1][0][0] == {"role": "system", "content": "be brief"}
         assert running.backend.sent[-1][0][-1]["content"] == "/literal"
@@ -591,7 +591,7 @@ async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
 async def test_a_long_message_of_the_program_is_read_in_the_transcript() -> None:
     async with chat(size=(60, 20)) as running:
         await running.ready()
-        running.screen.flash("could not be fetched: " + "because " * 12)
+        running.screen.flash("could not be downloaded: " + "because " * 12)
         await running.until(lambda: "because because" in notices(running))
         running.screen.flash("short")
         assert running.text("#state").strip().startswith("short") and running.text("#keys").strip() == ""

@@ -42,7 +42,7 @@ async def test_the_parts_that_were_sent_are_told() -> None:
     async with chat(ctx=800, first="") as running:
         await running.ready()
         await running.send("/attach src note.txt")
-        await running.until(lambda: "the parts that suit the question best are sent" in running.text("#files"))
+        await running.until(lambda: "sending the parts that match the question best" in running.text("#files"))
         answer = await running.ask("How are the valves?")
         assert "valves.txt" in notices(running) and "parts sent" in notices(running)
         [sent] = running.backend.sent[0][0]

@@ -212,7 +212,7 @@ async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
         await running.until(lambda: table.row_count == 5)
         cells = [[str(cell) for cell in table.get_row_at(i)] for i in range(5)]
         assert cells[0][0] == "fake" and cells[0][5] == "✓ 200 tok/s" and cells[0][6] == "✓ running"
-        assert cells[3][6] == "↓ to fetch" and "short" in cells[4][6] and cells[2][6] == "✗ cannot run"
+        assert cells[3][6] == "↓ download" and "short" in cells[4][6] and cells[2][6] == "✗ cannot run"
         assert "weights" in shown(running, "#model-detail")
         await running.pilot.press("right")
         await running.until(lambda: "@4k" in str(table.get_row_at(0)[3]))
@@ -535,7 +535,7 @@ async def test_the_first_screen_counts_what_f9_shows() -> None:
     async with chat(home=True) as running:
         await running.until(lambda: "doctor:" in shown(running, "#home-machine"))
         running.screen.query_one(Home).show_machine(checks)
-        assert "doctor: 1 to look at" in shown(running, "#home-machine")
+        assert "doctor: 1 finding" in shown(running, "#home-machine")
         await running.until(lambda: running.screen.query_one("#home-list", OptionList).option_count > 4)
         listing = running.screen.query_one("#home-list", OptionList)
         at = listing.highlighted_option
@@ -550,5 +550,5 @@ async def test_models_in_a_narrow_terminal_have_their_format_and_one_size() -> N
         table = running.app.screen.query_one(DataTable)
         assert [str(column.label) for column in table.columns.values()] == ["MODEL", "QUANT", "SIZE", "SPEED", "STATUS"]
         rows = [[str(cell) for cell in table.get_row_at(at)] for at in range(table.row_count)]
-        assert {row[4] for row in rows} >= {"✓ running", "↓ to fetch"}
+        assert {row[4] for row in rows} >= {"✓ running", "↓ download"}
         assert table.virtual_size.width <= table.size.width

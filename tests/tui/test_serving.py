@@ -85,7 +85,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
     async with real_chat(tiny_path) as running:
         await running.ready()
         await running.send("/serve 0")
-        await running.until(lambda: "answers at http://127.0.0.1:" in notices(running))
+        await running.until(lambda: "serving this model at http://127.0.0.1:" in notices(running))
         url = running.app.session.endpoint.url  # type: ignore[union-attr]
         await running.until(lambda: f"api :{url.rsplit(':', 1)[1]}" in running.text("#state"))
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
@@ -97,7 +97,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
             assert (await running.ask("hello")).exchange.stop == "length"  # the same engine answers here
         assert find_server("auto", ("tiny",)) is not None
         assert [(one.kind, one.url) for one in processes.running()] == [("chat", url)]
-        with pytest.raises(ServerError, match="is a chat's"):  # a signal would end the chat, too
+        with pytest.raises(ServerError, match="belongs to a chat"):  # a signal would end the chat, too
             stop.run(Env(Options(quiet=True)), target=url.rsplit(":", 1)[1])
         taken = taken_by_us(ServerError("taken"), int(url.rsplit(":", 1)[1]))
         assert "a chat of localllm" in taken.message and "localllm stop" not in taken.hint
@@ -116,7 +116,7 @@ async def test_an_endpoint_that_ends_by_itself_is_not_to_be_found(tiny_path: str
         await running.ready()
         await running.until(lambda: running.app.session.endpoint.url)  # type: ignore[union-attr]
         await running.until(lambda: find_server("auto", ("tiny",)))
-        beside = running.app.session.endpoint._beside  # type: ignore[union-attr]
+        beside = running.app.session.endpoint._server  # type: ignore[union-attr]
         await running.until(lambda: beside._server is not None and beside._server.started)
         beside._server.should_exit = True
         await running.until(lambda: not running.app.session.endpoint.url)  # type: ignore[union-attr]
@@ -130,7 +130,7 @@ async def test_serve_from_the_start_follows_the_next_model_and_ends_with_the_cha
         await running.until(lambda: running.app.session.endpoint.url)  # type: ignore[union-attr]
         url = running.app.session.endpoint.url  # type: ignore[union-attr]
         await running.send(f"/model {tiny_path}")
-        await running.until(lambda: notices(running).count("answers at") == 2)
+        await running.until(lambda: notices(running).count("serving this model at") == 2)
         assert running.app.session.endpoint.url == url  # type: ignore[union-attr]
         assert httpx.get(f"{url}/v1/models", timeout=WAIT_S, trust_env=False).status_code == 200
     assert not is_open(url)

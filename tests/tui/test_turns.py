@@ -188,7 +188,7 @@ async def test_branches_are_not_changed_while_an_answer_comes() -> None:
         await running.send("long")
         await running.until(lambda: running.answers and running.answers[0].exchange.text)
         await running.send("/regen")
-        await running.until(lambda: "stops the answer first" in running.text("#state"))
+        await running.until(lambda: "stop the answer first" in running.text("#state"))
         await running.pilot.press("escape")
         await finish(running)
 
@@ -353,7 +353,7 @@ async def test_an_edit_waits_for_what_was_typed_before_it() -> None:
         await running.until(lambda: screen.editing is not None and screen.current is not None)
         running.prompt.text = "two"
         await running.pilot.press("enter")
-        await running.until(lambda: "stops the answer first" in running.text("#state"))
+        await running.until(lambda: "stop the answer first" in running.text("#state"))
         assert screen.editing is not None and running.prompt.text == "two"
         await running.pilot.press("escape")
         await running.until(lambda: not screen.busy)

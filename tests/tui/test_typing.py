@@ -88,11 +88,11 @@ async def test_a_model_that_is_not_there_leaves_the_one_that_runs() -> None:
         await running.send("long")
         await running.until(lambda: running.answers and running.answers[0].exchange.text)
         await running.send("/model nosuch")
-        await running.until(lambda: "there is no model nosuch" in notices(running))
+        await running.until(lambda: "unknown model nosuch" in notices(running))
         assert running.screen.phase == "ready" and running.screen.session.model == "fake"
         assert running.screen.current is not None and len(running.backend.started) == 1
         await running.send("/model fak")  # another name of the one that runs
-        await running.until(lambda: "is running already" in running.text("#state"))
+        await running.until(lambda: "is already running" in running.text("#state"))
         assert len(running.backend.started) == 1
         await running.pilot.press("escape")
 
@@ -207,7 +207,7 @@ async def test_enter_in_the_search_of_chats_opens_what_was_typed(tmp_path: Path)
 async def test_an_editor_that_is_not_there_leaves_the_screen_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VISUAL", raising=False)
     async with chat() as running:
-        for editor, said in (("no-such-editor -w", "not there"), ("'", "not there"), ("   ", "not there")):
+        for editor, said in (("no-such-editor -w", "not installed"), ("'", "not installed"), ("   ", "not installed")):
             monkeypatch.setenv("EDITOR", editor)
             running.prompt.text = "draft"
             await running.pilot.press("ctrl+g")

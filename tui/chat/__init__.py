@@ -1,1 +1,1 @@
-"""The chat screen, by parts."""
+"""The chat screen, split into parts."""

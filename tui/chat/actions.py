@@ -1,4 +1,4 @@
-"""What the keys of the chat screen do, each action by its name in `keymap.toml`, and what is chosen in its lists."""
+"""The key actions of the chat screen, named as in `keymap.toml`, and the handlers of its lists."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from localllm.tui.widgets.sidebar import Sidebar
 from .browse import Browse
 from .stream import Stream
 
-WIDE = 120  # columns from which on the list of chats is shown by itself
+WIDE = 120  # minimum columns for showing the list of chats automatically
 AGAIN_S = 2.0  # a second Ctrl+C within this time quits
 LATE_S = 0.5  # an Esc this soon after the end of an answer was meant to stop it
 
 
 class Actions(Stream):
-    """The part of `ChatScreen` that answers to keys."""
+    """The part of `ChatScreen` that handles keys."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.browse = Browse(self)
         self._interrupted_at = -AGAIN_S
-        self._opened_chats = False  # the list of chats was opened by a key
+        self._opened_chats = False  # whether a key opened the list of chats
 
     def live_keys(self) -> str:
         """The few keys that matter now."""
@@ -68,7 +68,7 @@ class Actions(Stream):
     # --- stopping and leaving ----------------------------------------------------------------------------------------
 
     def action_escape(self) -> None:
-        """Esc: stop the answer, else close what is open, else browse; a draft stays where it is."""
+        """Esc: stop the answer, else close what is open, else browse; the draft stays."""
         choices, hints = self.query_one(Choices), self.query_one(Hints)
         if self.calling is not None:
             self.calling.set()
@@ -79,7 +79,7 @@ class Actions(Stream):
             self.refresh_lines()
         elif self.session.backend.facts().times_kernels:
             self.session.backend.rest()
-            self.flash("the timing of kernels is stopped; localllm tune goes on with it")
+            self.flash("kernel timing stopped; `localllm tune` resumes it")
         elif choices.display:
             choices.cancel()
         elif hints.display:
@@ -100,20 +100,20 @@ class Actions(Stream):
             listing = self.query_one("#home-list")
             (self.prompt if listing.has_focus else listing).focus()
         elif time.monotonic() - self.ended_at < LATE_S:
-            self.flash("the answer is complete")  # the key was meant to stop it
+            self.flash("the answer is complete")  # Esc was meant to stop it
         elif self.prompt.text or not self.browse.enter():
             self.prompt.focus()
         else:
             self.refresh_lines()
 
     def action_drop_file(self) -> None:
-        """Backspace in an empty prompt: the file attached last does not go with the message."""
+        """Backspace in an empty prompt: remove the last attached file."""
         if self.session.files:
             self.session.files.pop()
             self.refresh_lines()
 
     def action_choose(self) -> None:
-        """Tab in the prompt: to the question above it."""
+        """Tab in the prompt: move to the question above it."""
         if (choices := self.query_one(Choices)).display:
             choices.focus()
 
@@ -135,13 +135,13 @@ class Actions(Stream):
             self.flash("stopping; press ctrl+c again to stop and quit", AGAIN_S)
         elif prompt.text:
             prompt.put("")
-            self.flash("cleared, ↑ brings it back; press ctrl+c again to quit", AGAIN_S)
+            self.flash("cleared, ↑ restores it; press ctrl+c again to quit", AGAIN_S)
         else:
             self.flash("press ctrl+c again to quit", AGAIN_S)
 
     @on(TextArea.Changed)
     def _typed(self, event: TextArea.Changed) -> None:
-        if event.text_area.text:  # whoever types goes on: the next Ctrl+C is a first one again
+        if event.text_area.text:  # typing resets the double Ctrl+C
             self._interrupted_at = -AGAIN_S
 
     # --- panels ------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ class Actions(Stream):
 
     async def use_model(self, name: str, ctx: int | None = None) -> None:
         async with self.in_order:
-            looking = f"looking for {clean_line(name)} …"
-            self.flash(looking, 60.0)  # the hub may take its time
+            looking = f"looking up {clean_line(name)} …"
+            self.flash(looking, 60.0)  # the hub may be slow
             try:
                 await self.choose_model(name, {"ctx": ctx} if ctx else None)
             except LocalLLMError as error:
@@ -174,7 +174,7 @@ class Actions(Stream):
         defaults = effective_sampling(self.session.backend.facts(), {})
         if await self.app.push_screen_wait(ParamsScreen(self.conversation, self.session.presets, defaults)):
             self.keep()
-            self.flash("parameters hold from the next message")
+            self.flash("parameters apply from the next message")
 
     def action_help(self) -> None:
         self.app.push_screen(HelpScreen(self.frame.keymap))
@@ -186,10 +186,10 @@ class Actions(Stream):
         self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
 
     def action_thinking(self) -> None:
-        """Open or close reasoning and calls of the last answer that has any."""
+        """Fold or unfold the thinking and calls of the last answer that has any."""
         if any(message.toggle() for message in reversed(list(self.query(AssistantMessage)))):
             return
-        self.flash("there is no thinking here")
+        self.flash("no answer here has thinking")
 
     @on(OptionList.OptionSelected, "#home-list")
     async def _home_chosen(self, event: OptionList.OptionSelected) -> None:
@@ -218,7 +218,7 @@ class Actions(Stream):
             self.prompt.focus()
 
     async def show_chats_if_wide(self) -> None:
-        """At the start: the list, where there is room for it and something in it."""
+        """At startup: show the list if there is room and a chat to show."""
         wanted = self.frame.options.ui.sidebar
         wide = wanted is True or (wanted == "auto" and self.app.size.width >= WIDE)
         if not wide or not self.session.saver.kept or self.query_one(Home).display:
@@ -232,7 +232,7 @@ class Actions(Stream):
         bar.focus_filter()
 
     async def list_chats(self, query: str = "") -> bool:
-        """Fill the list. Returns whether there is something in it."""
+        """Fill the list. Returns whether it has chats."""
         chats = await self.read_history(lambda history: history.chats(query=query))
         if chats is not None:
             self.query_one(Sidebar).show(chats, self.conversation.id)
@@ -248,7 +248,7 @@ class Actions(Stream):
         if isinstance(event, OptionList.OptionSelected):
             chosen = event.option_id
         else:
-            await self.list_chats(event.value)  # what was typed last may not have been looked up yet
+            await self.list_chats(event.value)  # the last keystrokes may not have been looked up yet
             chosen = self.query_one(Sidebar).first
         if chosen:
             await self.open_chat(chosen)
@@ -259,7 +259,7 @@ class Actions(Stream):
         self.prompt.focus()
 
     async def open_chat(self, chat_id: str) -> None:
-        """Put a saved chat on the screen; what runs is stopped and kept."""
+        """Show a saved chat; a running answer is stopped and kept."""
         async with self.changing:
             found = await self.read_history(lambda history: (history.chat(chat_id), history.messages(chat_id)))
             if found is None:
@@ -284,14 +284,14 @@ class Actions(Stream):
         self.refresh_lines()
 
     async def _model_of(self, chat: SavedChat) -> None:
-        """A chat opened from the first screen brings its model; else the one that is loaded goes on."""
+        """A chat opened from the home screen loads its model; otherwise the loaded model stays."""
         if self.phase == "none":
             name = chat.model if self.query_one(Home).has(chat.model) else self.query_one(Home).default_model
             if name:
                 await self.load(name)
         elif chat.model and self.session.model and chat.model != self.session.model:
             name = clean_line(chat.model)
-            await self.transcript.say(f"this chat was with {name}; /model {name} goes back to it")
+            await self.transcript.say(f"this chat used {name}; /model {name} loads it")
 
     # --- the prompt --------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Actions(Stream):
     @work
     async def action_search_prompts(self) -> None:
         rows = [(text, clean_line(text)) for text in dict.fromkeys(reversed(self.prompt.sent_before))]
-        text = await self.app.push_screen_wait(PickScreen("Sent before", rows))
+        text = await self.app.push_screen_wait(PickScreen("Earlier messages", rows))
         if text is not None:
             self.prompt.put(text)
         self.prompt.focus()
@@ -315,7 +315,7 @@ class Actions(Stream):
         except ValueError:
             command = [editor]
         if not command or shutil.which(command[0]) is None:
-            self.flash(f"the editor {editor} is not there; set EDITOR to one that is")
+            self.flash(f"the editor {editor} is not installed; set EDITOR to another one")
             return
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompt.md"
@@ -323,13 +323,13 @@ class Actions(Stream):
             problem = ""
             try:
                 with self.app.suspend():
-                    try:  # an exception that leaves `suspend` would leave the terminal suspended
+                    try:  # an exception leaving `suspend` would leave the terminal suspended
                         code = subprocess.run([*command, str(file)], check=False).returncode
-                        problem = f"{command[0]} ended with exit code {code}; the draft is as it was" if code else ""
+                        problem = f"{command[0]} exited with code {code}; the draft is unchanged" if code else ""
                     except OSError as error:
-                        problem = f"{command[0]} could not be started: {error.strerror}"
+                        problem = f"cannot start {command[0]}: {error.strerror}"
             except SuspendNotSupported:
-                problem = "an editor cannot be opened here"
+                problem = "this terminal cannot open an editor"
             if problem:
                 self.flash(problem)
             else:

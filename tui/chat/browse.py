@@ -1,4 +1,4 @@
-"""Browse mode: a cursor on messages, and what one key does to the message under it."""
+"""Browse mode: a cursor on messages, and single-key actions on the message under it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TWICE_S = 0.6  # two presses of Esc within this time edit the last question
 
 
 class Browse:
-    """The cursor. Inactive until `enter`."""
+    """The cursor; inactive until `enter`."""
 
     def __init__(self, screen: Turns) -> None:
         self._screen = screen
         self.at: Turn | None = None
-        self.wanted = ""  # what is searched for in this chat
+        self.wanted = ""  # the search text in this chat
         self._code = -1
         self._entered = 0.0
         self._armed: Turn | None = None
@@ -37,7 +37,7 @@ class Browse:
         return self.at is not None
 
     def enter(self, step: int = 0) -> bool:
-        """Put the cursor on a message: where it was, moved by `step`, or on the last one. False when there is none."""
+        """Put the cursor on a message: its last one moved by `step`, or the last message. False when there is none."""
         messages = self._screen.transcript.messages
         if not messages:
             return False
@@ -64,10 +64,10 @@ class Browse:
             message.scroll_visible(animate=False)
 
     async def key(self, key: str) -> bool:
-        """One key. False for one that means nothing here: a letter goes to the prompt then."""
+        """Handle a key. False for a key without meaning here; a letter then goes to the prompt."""
         screen = self._screen
         name = screen.frame.keymap.browse().get(key, "")
-        if key == "ctrl+z":  # in the prompt it is undo
+        if key == "ctrl+z":  # in the prompt this is undo
             screen.app.action_suspend_process()
         elif key == "escape" and time.monotonic() - self._entered < TWICE_S and not screen.prompt.text:
             self.leave()
@@ -134,7 +134,7 @@ class Browse:
                 except ConfigError as error:
                     self._screen.flash(f"{error.message}; {error.hint}")
 
-        self._screen.app.push_screen(AskScreen("Write the code block to", "path"), write)
+        self._screen.app.push_screen(AskScreen("Write code block to", "path"), write)
 
     def _do_edit(self, at: Turn) -> None:
         self.leave()
@@ -159,7 +159,7 @@ class Browse:
             if not self._screen.may_change():
                 return
             if talk.place(at.exchange, of_question)[1] < 2:
-                self._screen.flash("there is no other branch here")
+                self._screen.flash("this message has no other branch")
                 return
             other = talk.step(at.exchange, step, of_question)
             self.at = None
@@ -176,7 +176,7 @@ class Browse:
             at.thought.toggle()
 
     def _do_raw(self, at: Turn) -> None:
-        self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
+        self._screen.app.push_screen(Viewer("Raw message", self.text))
 
     async def _do_delete(self, at: Turn) -> None:
         async with self._screen.changing:
@@ -184,7 +184,7 @@ class Browse:
                 return
             if self._armed is not at:
                 self._armed = at
-                self._screen.flash("d again removes this turn and all that follows it")
+                self._screen.flash("press d again to remove this turn and everything after it")
                 return
             self._screen.conversation.remove(at.exchange)
             self.at = None
@@ -202,7 +202,7 @@ class Browse:
         self._screen.app.push_screen(AskScreen("Search in this chat", "text", self.wanted), found)
 
     async def _find(self, at: Turn | None, step: int) -> None:
-        """Go to the next (1) or previous (-1) message that holds what is searched for."""
+        """Go to the next (1) or previous (-1) message that matches the search."""
         screen, turns = self._screen, self._screen.conversation.exchanges
         places = [(n, part) for n, one in enumerate(turns) for part in (0, 1) if self.wanted in _parts(one)[part]]
         if not self.wanted or not places:

@@ -1,4 +1,4 @@
-"""The calls of tools in the answer on the screen: each is shown, asked for and run in a thread, one after the other."""
+"""The tool calls of the current answer: each is shown, confirmed and run in a thread, one at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .turns import Turns
 
 
 class ToolCalls:
-    """`ends` shows and keeps an answer that has ended."""
+    """Runs tool calls. `ends` shows and saves a finished answer."""
 
     def __init__(self, screen: Turns, ends: Callable[[AssistantMessage], Awaitable[None]]) -> None:
         self._screen = screen
         self._ends = ends
 
     async def begin(self, message: AssistantMessage, tools: Toolbox) -> None:
-        """The model waits for what its calls give."""
+        """Start the calls of an answer; the model waits for their results."""
         screen = self._screen
         if said := calls.at_limit(message.exchange):
             await screen.transcript.say(f"! {said}", "warning")
@@ -38,7 +38,7 @@ class ToolCalls:
         await self._next(message, tools)
 
     async def stop(self) -> None:
-        """Esc: the calls that have no result get none, and the answer ends."""
+        """Esc: pending calls get no result, and the answer ends."""
         screen = self._screen
         async with screen.change():
             if screen.calling is None or screen.current is None:
@@ -51,7 +51,7 @@ class ToolCalls:
             await screen.next_turn()
 
     async def _next(self, message: AssistantMessage, tools: Toolbox) -> None:
-        """Ask for the next call or run it; after the last one the model goes on."""
+        """Confirm or run the next call; after the last one the model continues."""
         screen, exchange = self._screen, message.exchange
         for call in exchange.calls:
             if tools.must_ask(call):
@@ -79,14 +79,14 @@ class ToolCalls:
         ]  # fmt: skip
         screen.state.text = f"asks to run {name}"
         message.footer(f"{screen.frame.keymap.label('chat.stop')} stop")
-        screen.frame.attention.call(screen.conversation.shown_title, f"{name} is to be run")
+        screen.frame.attention.call(screen.conversation.shown_title, f"asks to run {name}")
         screen.query_one(Choices).offer(f"Run {fit(clean_line(calls.shown_call(call)), 60)}?", choices)
 
     async def _answered(
         self, message: AssistantMessage, tools: Toolbox, call: Call, *, runs: bool, ever: bool = False
     ) -> None:
         if self._screen.calling is None or call.result is not None:
-            return  # stopped meanwhile
+            return  # stopped in the meantime
         if ever:
             tools.decide(call.name, runs)
         if runs:

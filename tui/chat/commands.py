@@ -1,4 +1,4 @@
-"""What the slash commands do on the screen: `conversation.commands` does the rest."""
+"""The slash commands that act on the screen; `conversation.commands` handles the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .turns import Turns
 
 ACTIONS = {"help": "help", "keys": "help", "logs": "logs", "engine": "engine", "params": "params", "quit": "app.quit"}
 BENCHES = {"": "-r 2", "quick": "-p 128 -n 32 -r 1 --no-save"}
-SHOWN = ("ps", "plan", "doctor")  # other commands of this program, shown in a panel
+SHOWN = ("ps", "plan", "doctor")  # commands of the program, shown in a panel
 SAID = (
     "system",
     "think",
@@ -26,11 +26,11 @@ SAID = (
     "ctx",
     "stats",
     "tools",
-)  # answered in the transcript, the others in the status line
+)  # their replies go to the transcript, the others' to the status line
 
 
 class Commands:
-    """Runs what was typed. Failures of the user's are LocalLLMErrors, shown by the screen."""
+    """Runs typed commands. User errors are LocalLLMErrors, shown by the screen."""
 
     def __init__(self, screen: Turns) -> None:
         self._screen = screen
@@ -66,7 +66,7 @@ class Commands:
             await screen.serve(port)
         else:
             session.serves = port
-            screen.flash("other programs can use it as soon as it is ready")
+            screen.flash("other programs can use the model as soon as it is ready")
 
     async def _do_bench(self, text: str) -> None:
         if self._screen.may_change():
@@ -79,9 +79,9 @@ class Commands:
             app.search_themes()
             return
         if text not in app.available_themes:
-            raise ConfigError(f"there is no theme {text}", "must be one of " + ", ".join(sorted(app.available_themes)))
+            raise ConfigError(f"unknown theme {text}", "choose one of " + ", ".join(sorted(app.available_themes)))
         app.theme = text
-        self._screen.flash(f"theme {text}; `localllm config set ui.theme {text}` keeps it")
+        self._screen.flash(f"theme {text}; to keep it: localllm config set ui.theme {text}")
 
     async def _do_model(self, text: str) -> None:
         await self._screen.run_action("models")
@@ -97,7 +97,7 @@ class Commands:
 
     async def _do_attach(self, text: str) -> None:
         said = await asyncio.to_thread(commands.run, self._screen.session, Typed(text, "attach"))
-        how = "; backspace on an empty prompt removes the last, esc all" if self._screen.session.files else ""
+        how = "; backspace in an empty prompt removes the last, esc all" if self._screen.session.files else ""
         self._screen.flash(said + how)
 
     async def _do_regen(self, text: str) -> None:
@@ -123,6 +123,6 @@ class Commands:
     async def _do_continue(self, text: str) -> None:
         exchange = self._screen.conversation.cut_short
         if self._screen.phase != "ready":
-            raise ConfigError("no model is ready", "wait for it, or choose one with /model")
+            raise ConfigError("no model is ready", "wait until it is loaded, or choose one with /model")
         if self._screen.may_change():
             await self._screen.go_on(exchange)

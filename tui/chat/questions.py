@@ -1,4 +1,4 @@
-"""What is asked above the prompt, and what each answer does: a full context, memory that ran out, a dead engine."""
+"""Questions above the prompt, and the effect of each answer: full context, out of memory, dead engine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from localllm.tui.widgets.choices import Choice, Choices
 
 from .turns import Turns
 
-ANSWER_ROOM = 1024  # tokens to leave for the answer in a larger window
+ANSWER_ROOM = 1024  # tokens left for the answer in a larger window
 SUMMARISE = (
-    "Summarise the conversation so far in a few sentences: what was asked, what was decided, what is still open."
+    "Summarize the conversation so far in a few sentences: what was asked, what was decided, what is still open."
 )
 
 
 class Questions:
-    """Makes the choices and carries them out."""
+    """Offers the choices and carries them out."""
 
     def __init__(self, screen: Turns) -> None:
         self._screen = screen
-        self._leave = Choice("q", "leave it; the chat can be read and copied", self._nothing)
+        self._leave = Choice("q", "do nothing; the chat stays readable", self._nothing)
 
     def _offer(self, title: str, choices: list[Choice]) -> None:
         self._screen.query_one(Choices).offer(title, choices)
@@ -47,7 +47,7 @@ class Questions:
         screen.waiting.extend(waiting)
 
     def not_loaded(self, failed: Failed) -> None:
-        """Ask what to do about a model that could not be loaded."""
+        """Ask what to do about a model that failed to load."""
         choices = [Choice("r", "try again", self._load), Choice("m", "choose another model", self._models), self._leave]
         if failed.code.startswith("E4") and failed.fixes:
             command = failed.fixes[0][0]
@@ -62,13 +62,13 @@ class Questions:
         self.not_loaded(failed)
 
     def fetching(self) -> None:
-        """Ask about a download that goes on."""
-        pause = Choice("p", "pause it; the same model goes on where it was", self._screen.pause)
-        self._offer("The model is being downloaded", [pause, Choice("k", "keep downloading", self._nothing)])
-        self._screen.query_one(Choices).focus()  # a key asked for it
+        """Ask about a running download."""
+        pause = Choice("p", "pause it; loading the model again resumes it", self._screen.pause)
+        self._offer("The model is downloading", [pause, Choice("k", "keep downloading", self._nothing)])
+        self._screen.query_one(Choices).focus()  # opened by a key
 
     def about(self, exchange: Exchange, failed: Failed) -> bool:
-        """Ask what to do about a turn that failed. False when there is nothing to choose."""
+        """Ask what to do about a failed turn. False when there is no choice."""
         screen = self._screen
         if failed.code.startswith("E9"):
             screen.stuck = exchange
@@ -79,7 +79,7 @@ class Questions:
             screen.phase, screen.state.text = "failed", "the engine stopped"
             self._stopped(failed)
         elif failed.code == "E802":
-            screen.phase, screen.state.text = "failed", "the server went away"
+            screen.phase, screen.state.text = "failed", "the server is gone"
             self._gone()
         else:
             return False
@@ -89,28 +89,28 @@ class Questions:
         facts, choices = self._screen.session.backend.facts(), []
         if facts.kv not in ("int8", "fp8") and facts.device:
             kind = "fp8" if facts.device.startswith("cuda") else "int8"
-            what = f"reload with the KV cache as {kind}: half the memory"
+            what = f"reload with an {kind} KV cache: half the memory"
             choices.append(Choice("k", what, partial(self._reload, kv=kind)))
         if facts.ctx > 1024:
             half = facts.ctx // 2
             what = f"reload with a context of {tokens_short(half)}"
             choices.append(Choice("c", what, partial(self._reload, ctx=half)))
         choices.append(Choice("m", "choose a smaller model", self._models))
-        choices.append(Choice("q", "leave it as it is", self._screen.next_turn))
-        self._offer("Memory ran out; the chat is saved", choices)
+        choices.append(Choice("q", "do nothing", self._screen.next_turn))
+        self._offer("Out of memory; the chat is saved", choices)
 
     def _gone(self) -> None:
         again = Choice("r", "load the model again", self._load)
         choices = [again, Choice("m", "choose another model", self._models), self._leave]
-        self._offer("The server went away; what it had written is kept", choices)
+        self._offer("The server is gone; its partial answer is kept", choices)
 
     def _stopped(self, failed: Failed) -> None:
         screen, frame = self._screen, self._screen.frame
         log = frame.options.log_file
-        report = (  # what to paste into a bug report: no text of the conversation
+        report = (  # for a bug report: contains no text of the conversation
             f"localllm {__version__}\n{failed.message} [{failed.code}]\n{failed.why}\n"
             f"{screen.session.backend.facts().run_summary}\nlog: {log}\n"
-            "localllm doctor --report tells about the machine\n"
+            "`localllm doctor --report` describes the machine\n"
         )
 
         async def copy_report() -> None:
@@ -119,30 +119,30 @@ class Questions:
 
         choices = [
             Choice("r", "load the model again", self._load),
-            Choice("x", "start localllm again with this chat", self._restart),
+            Choice("x", "restart the program with this chat", self._restart),
             Choice("p", f"copy a report{f'; the log is {log}' if log else ''}", copy_report),
             self._leave,
         ]
-        self._offer("The engine stopped; what it had written is kept", choices)
+        self._offer("The engine stopped; its partial answer is kept", choices)
 
     async def _restart(self) -> None:
-        self._screen.frame.wants_restart = True  # a device error can outlive everything else
+        self._screen.frame.wants_restart = True  # a device error can persist until the process ends
         self._screen.app.exit()
 
     def _full(self, exchange: Exchange, needed: int) -> None:
-        """`needed`: tokens of the message with all before it; 0 when nobody counted."""
+        """`needed`: tokens of the message and everything before it; 0 when unknown."""
         talk, facts = self._screen.conversation, self._screen.session.backend.facts()
         resend = partial(self._resend, exchange)
         oldest = talk.oldest_half(exchange)
         choices = []
-        fits_alone = needed - talk.used_tokens < facts.ctx  # else nothing that is left out makes room for it
+        fits_alone = needed - talk.used_tokens < facts.ctx  # else dropping turns cannot make room for it
         if oldest and fits_alone:
             first = fit(clean_line(oldest[0].user), 40)
             count = f"the oldest {len(oldest)} questions" if len(oldest) > 1 else "the oldest question"
-            forget = f"leave out {count} (from “{first}”) and send again"
+            forget = f"drop {count} (from “{first}”) and send again"
             choices.append(Choice("t", forget, partial(resend, forget=oldest)))
             summarise = partial(self._summarise, exchange, oldest)
-            choices.append(Choice("s", f"let the model summarise {count}, then send", summarise))
+            choices.append(Choice("s", f"summarize {count} and send again", summarise))
         wanted = min(facts.max_ctx, max(facts.ctx * 2, -(-(needed + ANSWER_ROOM) // 1024) * 1024))
         if wanted > max(facts.ctx, needed):
             what = f"reload with a context of {tokens_short(wanted)} (fits)"
@@ -160,7 +160,7 @@ class Questions:
     async def _resend(
         self, exchange: Exchange, *, forget: Sequence[Exchange] = (), new: bool = False, ctx: int = 0
     ) -> None:
-        """Send the message that did not fit again: without some turns, in a new chat, or in a larger context."""
+        """Resend the message that did not fit: without some turns, in a new chat, or in a larger context."""
         screen = self._screen
         for old in forget:
             old.forgotten = True
@@ -183,10 +183,10 @@ class Questions:
         messages = [*screen.conversation.messages(last), Message(role="assistant", content=last.text)]
         turn = screen.session.backend.send([*messages, Message(role="user", content=SUMMARISE)])
         screen.side = turn, []
-        screen.state.text = "summarising"
+        screen.state.text = "summarizing"
 
     async def summarised(self, text: str, event: ChatEvent) -> None:
-        """The model has summarised the oldest turns, or could not."""
+        """Handle the end of a summary of the oldest turns."""
         screen, talk, exchange = self._screen, self._screen.conversation, self._screen.stuck
         if exchange is None:
             return
@@ -194,8 +194,8 @@ class Questions:
             oldest = talk.oldest_half(exchange)
             talk.summary_text = "\n".join(part for part in (talk.summary_text, text.strip()) if part)
             count = counted(len(oldest), "question")
-            await screen.transcript.say(f"{count} summarised for the model: {text.strip()}")
+            await screen.transcript.say(f"{count} summarized for the model: {text.strip()}")
             await self._resend(exchange, forget=oldest)
         else:
-            await screen.transcript.say("! the summary could not be made", "warning")
+            await screen.transcript.say("! the model could not write a summary", "warning")
             self._full(exchange, 0)

@@ -1,6 +1,6 @@
-"""The chat screen: what is on it, how it begins, what is typed into it.
+"""The chat screen: layout, startup, and input.
 
-One timer drains the backend's events; everything a key does ends in a call of the backend.
+One timer drains the backend's events; every key action ends in a call of the backend.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from localllm.tui.widgets.transcript import Transcript
 from .actions import Actions
 from .commands import Commands
 
-TYPING_S = 0.3  # without a key, after which what was typed is looked at
+TYPING_S = 0.3  # pause in typing before the input is examined
 
 
 class ChatScreen(Actions):
     """The first and main screen."""
 
-    AUTO_FOCUS = ""  # `on_mount` says what has the focus first
+    AUTO_FOCUS = ""  # `on_mount` sets the first focus
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.commands = Commands(self)
         self.prompts = PromptHistory()
-        self._told_problem = ""
-        self._named: tuple[Document, ...] = ()  # what @path in the prompt names
-        self._budget = ""  # what the files of the next message take
-        self._looked_at: Any = None
+        self._shown_problem = ""
+        self._named: tuple[Document, ...] = ()  # files named by @path in the prompt
+        self._budget = ""  # tokens that the next message's files take
+        self._measured_for: Any = None
 
     def compose(self) -> ComposeResult:
         app, ui = self.frame, self.frame.options.ui
@@ -91,11 +91,11 @@ class ChatScreen(Actions):
         self.refresh_lines()
 
     async def _begin(self) -> None:
-        """The first frame is out: begin to load. The prompt can be typed into while torch is imported."""
+        """Start loading after the first frame. The prompt accepts input while torch is imported."""
         gc.enable()
         options = self.frame.options
         if options.home:
-            self._look_around()
+            self._fill_home()
         else:
             self.session.backend.start(options.name or self.session.model or None)
         for problem in self.frame.problems:
@@ -109,7 +109,7 @@ class ChatScreen(Actions):
 
     @work(exit_on_error=False, group="tools")
     async def _connect(self, tools: Toolbox) -> None:
-        """Connect to the servers; what was asked meanwhile waits for them."""
+        """Connect to the MCP servers; messages sent in the meantime wait for them."""
         lines = await asyncio.to_thread(tools.connect)
         async with self.change():
             for line in lines:
@@ -117,8 +117,8 @@ class ChatScreen(Actions):
             await self.next_turn()
 
     @work(exit_on_error=False, group="home")
-    async def _look_around(self) -> None:
-        """What the first screen shows, piece by piece."""
+    async def _fill_home(self) -> None:
+        """Fill the home screen piece by piece."""
         home, backend = self.query_one(Home), self.session.backend
         if self.session.saver.kept:
             home.show_chats(await self.read_history(lambda history: history.chats(limit=5)) or ())
@@ -132,7 +132,7 @@ class ChatScreen(Actions):
                 self.flash(error.message)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Whoever types again has left the messages."""
+        """Focusing the prompt ends browse mode."""
         if event.widget is self.prompt:
             self.browse.unmark()
         elif event.widget is self.transcript and not self.browse.active:
@@ -147,22 +147,22 @@ class ChatScreen(Actions):
         self.call_after_refresh(self.settle_focus)
 
     def settle_focus(self) -> None:
-        """Whatever had the focus and went away: the prompt has it now."""
+        """Give the focus to the prompt when the focused widget has gone."""
         at = self.focused
         if at is not None and at.id == "home-list" and self.query_one(Home).display:
-            return  # it is empty, and so takes no room, until the chats are read
+            return  # empty, and so without height, until the chats are read
         if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
-            self.set_focus(self.prompt)  # at once: a key may be waiting for it
+            self.set_focus(self.prompt)  # immediately: a key may be waiting for it
 
     def before_letter(self) -> None:
-        """A list takes no letters. The prompt has the focus before the first one, so that all arrive in their order."""
+        """Lists take no letters. Focus the prompt before the first one, so that all arrive in order."""
         if isinstance(self.focused, OptionList) and not isinstance(self.focused, Choices):
             self.set_focus(self.prompt)
 
     async def submit(self, text: str, editing: tuple[Exchange, bool] | None = None) -> None:
-        """Carry out what was typed, in its turn. Names and files are looked up before anything changes.
+        """Carry out the input, in order. Names and files are resolved before anything changes.
 
-        editing   what the text takes the place of
+        editing   the message that the text replaces
         """
         async with self.in_order:
             try:
@@ -196,7 +196,7 @@ class ChatScreen(Actions):
         await self.enqueue(self.conversation.ask(text, files))
 
     async def _start_default(self, text: str) -> bool:
-        """A message without a model: with the best one here, else it goes back into the prompt."""
+        """Start the best local model for a first message, or put the message back into the prompt."""
         name = self.query_one(Home).default_model if self.phase == "none" else ""
         if name:
             await self.load(name)
@@ -207,11 +207,11 @@ class ChatScreen(Actions):
             self.flash(f"choose a model first: ↑ ↓ ⏎ above, or {models}")
             self.query_one("#home-list").focus()
         else:
-            await self.transcript.say(f"! no model is loaded: {models} chooses another one", "warning")
+            await self.transcript.say(f"! no model is loaded: press {models} to choose one", "warning")
         return False
 
     async def _edited(self, text: str, exchange: Exchange, is_question: bool) -> None:
-        if not self.may_change():  # what was typed before it is under way in this branch
+        if not self.may_change():  # an earlier message is being answered in this branch
             if self.editing is None:
                 self.editing, self.draft = (exchange, is_question), self.prompt.text
                 self.prompt.put(text)
@@ -231,13 +231,13 @@ class ChatScreen(Actions):
     def _sent(self, event: PromptArea.Sent) -> None:
         if event.text:
             self.prompts.add(event.text)
-            editing, self.editing = self.editing, None  # what is typed from here on is something else
+            editing, self.editing = self.editing, None  # later input is no longer part of this edit
             if editing is not None and not self.prompt.text:
                 self.prompt.put(self.draft)
             self.run_worker(self.submit(event.text, editing), group="typed")
-        elif self.can_go_on:  # Enter alone goes on with an answer that was just cut short, as the status line says
+        elif self.can_go_on:  # Enter alone continues an answer that was cut short, as the status line says
             self.run_worker(self.submit("/continue"), group="typed")
-        elif self.query_one(Home).display:  # nothing was asked: to what can be started
+        elif self.query_one(Home).display:  # empty input: move to the list of things to start
             self.query_one("#home-list").focus()
 
     @on(PromptArea.Dropped)
@@ -261,7 +261,7 @@ class ChatScreen(Actions):
             transcript.anchor()
 
     async def on_key(self, event: events.Key) -> None:
-        """Keys are those of browse mode while the transcript has the focus; letters nobody takes go to the prompt."""
+        """In the transcript, keys belong to browse mode; unhandled letters go to the prompt."""
         if self.transcript.has_focus and await self.browse.key(event.key):
             event.stop()
             self.refresh_lines()
@@ -286,30 +286,30 @@ class ChatScreen(Actions):
         state.api = self.session.url
         if self.current is None:
             state.used_tokens = self.conversation.used_tokens
-        self._tell_problem()
+        self._show_problem()
         shown = replace(state, text=self.message, sampling={}, think="auto") if self.message else state
         self.query_one(StatusLine).show(shown, "" if self.message else self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, self.session.model, state.facts)
         title = f"{len(self.waiting)} queued" if self.waiting else ""
         if self.editing is not None:
-            title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc leaves it"
+            title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc cancels"
         self.query_one(Prompt).show(title, (*self.session.files, *self._named), self._budget)
-        self._look_at_files()
+        self._update_budget()
 
-    def _look_at_files(self) -> None:
-        """Say what the files of the next message take, before it is sent."""
+    def _update_budget(self) -> None:
+        """Show how many tokens the next message's files take, before it is sent."""
         words = tuple(word for word in self.prompt.text.split()[:2000] if word.startswith("@") and len(word) > 1)
         key = tuple(map(id, self.session.files)), words, self.state.used_tokens, self.phase
-        if key != self._looked_at:
-            self._looked_at = key
+        if key != self._measured_for:
+            self._measured_for = key
             self._measure(" ".join(words))
 
     @work(exclusive=True, exit_on_error=False, group="files")
     async def _measure(self, words: str) -> None:
         named: tuple[Document, ...] = ()
         if words:
-            await asyncio.sleep(TYPING_S)  # more of the path may follow
-            with suppress(LocalLLMError):  # it is said when the message is sent
+            await asyncio.sleep(TYPING_S)  # the path may not be complete yet
+            with suppress(LocalLLMError):  # reported when the message is sent
                 named = tuple(await asyncio.to_thread(mentioned, words))
         files = (*self.session.files, *named)
         budget = await asyncio.to_thread(self.session.budget, files) if files else ""
@@ -318,16 +318,16 @@ class ChatScreen(Actions):
             self.refresh_lines()
 
     @on(PromptArea.Changed)
-    def _mentions(self) -> None:
+    def _on_mention(self) -> None:
         if "@" in self.prompt.text or self._named:
-            self._look_at_files()
+            self._update_budget()
 
-    def _tell_problem(self) -> None:
+    def _show_problem(self) -> None:
         saver = self.session.saver
         self.state.unsaved = bool(saver.problem)
         told, saver.notice = saver.notice, ""
-        if saver.problem and saver.problem != self._told_problem:
+        if saver.problem and saver.problem != self._shown_problem:
             told = f"! this chat is not being saved: {saver.problem}"
-        self._told_problem = saver.problem
+        self._shown_problem = saver.problem
         if told:
             self.call_later(self.transcript.say, told, "warning")

@@ -1,4 +1,4 @@
-"""Events of the backend, drained by a timer: phases of loading, pieces of an answer, its end; and drawing them."""
+"""Backend events, drained by a timer: loading phases, pieces of an answer, its end; and drawing them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .calls import ToolCalls
 from .questions import Questions
 from .turns import Turns
 
-# of one core, for everything this thread does while an answer comes; drawing waits until it is back below.
+# share of one core for this thread while an answer streams; drawing waits until it is below this
 DRAW_SHARE = 0.035
 SAMPLE_S = 1.0
-SAMPLES = 10  # speeds shown as bars while an answer comes
-LOOK_S = 1.0  # between two looks at what an idle engine does
-MAX_DRAW_S = 0.9  # but not longer than this
+SAMPLES = 10  # speeds shown as bars during an answer
+LOOK_S = 1.0  # between checks of an idle engine
+MAX_DRAW_S = 0.9  # longest wait before drawing
 
 
 class Stream(Turns):
-    """Takes events, one batch at a time, then draws once."""
+    """Takes events in batches, then draws once."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -38,11 +38,11 @@ class Stream(Turns):
         self._rates: deque[tuple[float, int]] = deque()
         self._history: deque[int] = deque(maxlen=SAMPLES)
         self._sampled_at = self._looked = self.ended_at = 0.0
-        self._reading: tuple[float, int] | None = None  # since when the prompt is read, and how much of it was cached
+        self._reading: tuple[float, int] | None = None  # (start of reading the prompt, cached tokens)
         self._drawn = (0.0, 0.0)
 
     async def drain(self) -> None:
-        """Everything that happened since the last time, then one redraw."""
+        """Handle all events since the last call, then redraw once."""
         events = self.session.backend.events()
         busy = bool(events) or self.current is not None or self.phase == "loading"
         if not busy and not self._idle_news():
@@ -64,7 +64,7 @@ class Stream(Turns):
         self.refresh_lines()
 
     def _idle_news(self) -> bool:
-        """Whether a card began, or ended, to time kernels while nobody asks; looked at once a second."""
+        """Whether kernel timing on the card started or stopped in an idle moment; checked once a second."""
         facts, now = self.state.facts, time.monotonic()
         if facts.device in ("", "cpu") or now - self._looked < LOOK_S:
             return False
@@ -73,7 +73,7 @@ class Stream(Turns):
         return self.state.facts.times_kernels != facts.times_kernels
 
     def _may_draw(self) -> bool:
-        """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""
+        """Limit this thread's share of the CPU during an answer: the model may need the same cores."""
         now, cpu = time.monotonic(), time.thread_time()
         waited, spent = now - self._drawn[0], cpu - self._drawn[1]
         if waited < MAX_DRAW_S and spent > DRAW_SHARE * waited:
@@ -89,7 +89,7 @@ class Stream(Turns):
         elif self.side is not None and event.turn == self.side[0]:
             await self._take_side(event, self.side[1])
         elif self.current is None or event.turn != self.current[0]:
-            return  # of a turn that was given up
+            return  # from an abandoned turn
         elif isinstance(event, Prefill):
             self._prefill(self.current[1], event)
         elif isinstance(event, Delta):
@@ -109,7 +109,7 @@ class Stream(Turns):
     async def _phase(self, phase: LoadProgress) -> None:
         transcript, card = self.transcript, self.transcript.card
         if phase.name != "ready":
-            if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not the name looked up
+            if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not a model name
                 await transcript.say(phase.detail)
             elif card:
                 card.update(phase)
@@ -117,8 +117,8 @@ class Stream(Turns):
         self.state.facts = facts = self.session.backend.facts()
         if not facts.has_chat_template:
             name = clean_line(facts.model)
-            fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
-            message = f"{name} is a base model: it has no chat template"
+            fixes = ((f'localllm run {name} "Once upon a time"', "complete text"),)
+            message = f"{name} is a base model without a chat template"
             await self._loading_failed(Failed(-1, "E202", message, "", fixes))
             return
         self.phase = "ready"
@@ -147,7 +147,7 @@ class Stream(Turns):
         share = event.done / event.total if event.total else 0.0
         now = time.monotonic()
         if event.done == 0 or self._reading is None or event.done < self._reading[1]:
-            self._reading = now, event.done  # tokens that were cached are no speed
+            self._reading = now, event.done  # cached tokens do not count towards the speed
         rate = (event.done - self._reading[1]) / (now - self._reading[0]) if now > self._reading[0] else 0.0
         speed = f" · {tokens_short(round(rate))} tok/s" if rate else ""
         message.footer(f"reading {event.total:,} tokens {bar(share, 6)} {share * 100:.0f} %{speed}")
@@ -191,7 +191,7 @@ class Stream(Turns):
             await self.next_turn()
 
     async def end_answer(self, message: AssistantMessage) -> None:
-        """Show and keep an answer that has ended."""
+        """Show and save a finished answer."""
         exchange, state = message.exchange, self.state
         self.current = self._reading = self.calling = None
         self.ended_at = time.monotonic() if exchange.stop not in ("abort", "error") else 0.0
@@ -206,4 +206,4 @@ class Stream(Turns):
         if self.can_go_on:
             state.text = "stopped" if exchange.stop == "abort" else "length limit"
             if self.frame.options.ui.enter == "send":
-                state.text += f" · {self.frame.keymap.label('prompt.send')} goes on"
+                state.text += f" · {self.frame.keymap.label('prompt.send')} continues"

@@ -1,7 +1,7 @@
-"""The chat screen's state, and the turns: what is asked waits here, is sent when the model is free, and is given up.
+"""The chat screen's state, and the turns: questions wait here until the model is free, are sent, or are dropped.
 
-`ChatScreen` is a chain of classes, each knowing those before it: `turns`, `stream` (events of the backend),
-`actions` (keys and lists), `screen` (layout and messages of the widgets).
+`ChatScreen` is a chain of classes, each building on the previous: `turns`, `stream` (backend events),
+`actions` (keys and lists), `screen` (layout and widget messages).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from localllm.tui.widgets.transcript import Transcript
 
 
 class Turns(Screen[None]):
-    """What the parts of the chat screen share.
+    """State shared by the parts of the chat screen.
 
-    phase    none (no model was chosen), loading, ready or failed
-    current  (the backend's turn, its message) of the answer that comes
-    calling  while tools are called for `current`: what ends that
-    stuck    the question that waits for an answer to a question of ours
-    side     a turn that is no part of the conversation, and what it has said
-    editing  (what is being edited, whether it is the question)
-    draft    what stood in the prompt before it was filled with the text to edit
-    message  what is said in the status line for a moment
+    phase    none (no model chosen), loading, ready or failed
+    current  (backend turn, message) of the running answer
+    calling  set while tools run for `current`: the event that stops them
+    stuck    the question that waits until the user answers a question of ours
+    side     a turn outside the conversation, and its text so far
+    editing  (exchange being edited, whether it is the question)
+    draft    the prompt before it was filled with the text to edit
+    message  a short message in the status line
     """
 
     def __init__(self, session: Session) -> None:
@@ -63,9 +63,9 @@ class Turns(Screen[None]):
         self.message = ""
         self._fading: Timer | None = None
         self._saved_at = self._sent_at = 0.0
-        # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
+        # the draining timer and the key handlers are separate tasks: one at a time changes the conversation
         self.changing = asyncio.Lock()
-        self.in_order = asyncio.Lock()  # what was typed is carried out one after the other, in the order of typing
+        self.in_order = asyncio.Lock()  # inputs are carried out one at a time, in typing order
 
     @property
     def frame(self) -> Frame:
@@ -85,17 +85,17 @@ class Turns(Screen[None]):
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        """One task at a time changes the conversation; afterwards the lines say how things stand."""
+        """Change the conversation, one task at a time; then update the lines."""
         async with self.changing:
             yield
         self.refresh_lines()
 
     def refresh_lines(self) -> None:
-        """Title, status and keys, as things stand."""
+        """Update the title, status and key lines."""
         raise NotImplementedError
 
     def flash(self, text: str, seconds: float = 4.0) -> None:
-        """Say something in the status line for a moment, what is longer in the transcript; "" ends it."""
+        """Show a message in the status line for a while, a longer one in the transcript; "" ends it."""
         if self._fading is not None:
             self._fading.stop()
         self.message = clean_line(text)
@@ -112,26 +112,26 @@ class Turns(Screen[None]):
             self.query_one(Home).tell(complaint(error))
 
     def show_home(self, shown: bool) -> None:
-        """The list of chats and models in place of the transcript."""
+        """Show the list of chats and models in place of the transcript."""
         self.query_one(Home).display = shown
         self.transcript.display = not shown
 
     async def choose_model(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
-        """Load the model a name stands for. Raises LocalLLMError for one that stands for none; what runs goes on."""
+        """Load the model with this name. Raises LocalLLMError for an unknown one; a running answer then continues."""
         find, now = self.session.backend.find, self.session.model
         found = await asyncio.to_thread(find, name)
-        with suppress(LocalLLMError):  # a file's name alone is not found again
+        with suppress(LocalLLMError):  # a bare file name cannot be resolved again
             now = await asyncio.to_thread(find, now)
         if found == now and not changes and self.phase in ("loading", "ready"):
             running = self.phase == "ready"
             if not running or await asyncio.to_thread(self.session.backend.is_there):
-                self.flash(f"{clean_line(name)} is {'running' if running else 'being loaded'} already")
+                self.flash(f"{clean_line(name)} is already {'running' if running else 'being loaded'}")
                 return
         async with self.changing:
             await self.load(found, changes)
 
     async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
-        """Load another model, or the same with other settings; the conversation stays."""
+        """Load another model, or the same one with other settings; the conversation stays."""
         self.give_up()
         self.show_home(False)
         self.session.model = self.conversation.model = name
@@ -148,15 +148,15 @@ class Turns(Screen[None]):
         await self.transcript.end_loading()
         self.phase, self.state.text = "failed", "paused"
         name = clean_line(self.session.model)
-        await self.transcript.say(f"the download of {name} is paused; /model {name} goes on with it")
+        await self.transcript.say(f"the download of {name} is paused; /model {name} resumes it")
 
     async def _close_endpoint(self) -> None:
-        """The model is about to go: nobody may use it any more."""
+        """The model is about to be unloaded: stop serving it."""
         if self.session.endpoint is not None and self.session.url:
             await asyncio.to_thread(self.session.endpoint.stop)
 
     async def serve(self, port: int | None) -> None:
-        """Answer other programs, or no longer, in a thread; an error is said."""
+        """Start or stop the endpoint, in a thread; errors are shown."""
         try:
             said = await asyncio.to_thread(self.session.serve, port)
         except LocalLLMError as error:
@@ -165,12 +165,12 @@ class Turns(Screen[None]):
             self.flash(said) if port == OFF else await self.transcript.say(said)
 
     def keep(self, *exchanges: Exchange) -> None:
-        """Write the chat and these turns of it to the disk, in another thread."""
+        """Save the chat and these turns, in another thread."""
         self.conversation.model = self.conversation.model or self.session.model
         self.session.saver.save(self.conversation, *exchanges)
 
     async def read_history(self, reads: Callable[[Any], Any]) -> Any:
-        """What `reads` makes of the database, in its thread; None when it cannot be used, and that is said."""
+        """Run `reads` on the database in its thread; on failure, show the error and return None."""
         try:
             return await asyncio.wrap_future(self.session.saver.run(reads))
         except LocalLLMError as error:
@@ -182,20 +182,20 @@ class Turns(Screen[None]):
         return self.current is not None or self.side is not None or bool(self.waiting)
 
     def may_change(self) -> bool:
-        """Whether the branch may be changed now; says why not."""
+        """Whether the branch can be changed now; shows the reason when it cannot."""
         if self.busy:
-            self.flash(f"{self.frame.keymap.label('chat.stop')} stops the answer first")
+            self.flash(f"stop the answer first: {self.frame.keymap.label('chat.stop')}")
         return not self.busy
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the last answer was stopped, or reached its limit, and nothing else is under way."""
+        """Whether the last answer was stopped or reached its limit, and nothing else is running."""
         last = self.conversation.exchanges[-1] if self.conversation.exchanges else None
         cut = last is not None and last.text != "" and last.stop in ("abort", "length")
         return cut and self.phase == "ready" and self.editing is None and not self.busy
 
     async def enqueue(self, exchange: Exchange) -> None:
-        """Show a question and send it when its turn comes."""
+        """Show a question, and send it when its turn comes."""
         self.show_home(False)
         self.waiting.append((exchange, await self.transcript.add_question(exchange)))
         self.keep(exchange)
@@ -203,14 +203,14 @@ class Turns(Screen[None]):
         await self.transcript.trim()
 
     async def ask_again(self, exchange: Exchange) -> None:
-        """Show the branch of a question that was just made, and send it."""
+        """Show the newly made branch of a question, and send it."""
         self.conversation.exchanges.remove(exchange)
         await self.transcript.sync()
         self.conversation.exchanges.append(exchange)
         await self.enqueue(exchange)
 
     async def next_turn(self) -> None:
-        """Send the next message if the model is ready and free; mark the others as waiting."""
+        """Send the next message if the model is ready and free; mark the others as queued."""
         free = self.current is None and self.side is None and self.stuck is None
         tools = self.session.tools
         if self.phase == "ready" and free and self.waiting and (tools is None or tools.is_connected):
@@ -226,7 +226,7 @@ class Turns(Screen[None]):
     def _fit(self, exchange: Exchange) -> list[str]:
         backend = self.session.backend
         said = fit(self.conversation, exchange, backend.facts(), backend.count_tokens, self.session.offered)
-        return said[::-1]  # each is put right below the question
+        return said[::-1]  # each is inserted directly below the question
 
     def send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model
@@ -249,10 +249,10 @@ class Turns(Screen[None]):
         self.send(message, [*self.conversation.messages(exchange), answer])
 
     async def branch(self, exchange: Exchange) -> None:
-        """The next message follows this exchange."""
+        """Continue the conversation after this exchange."""
         self.conversation.cut_after(exchange)
         await self.transcript.sync()
-        self.flash("the next message goes on from here; what came after is kept as another branch")
+        self.flash("the next message continues from here; later messages stay in another branch")
 
     def edit(self, exchange: Exchange, is_question: bool) -> None:
         if self.may_change():
@@ -264,14 +264,14 @@ class Turns(Screen[None]):
             self.refresh_lines()
 
     def leave_editing(self) -> None:
-        """The draft returns; ↑ brings back what was edited."""
+        """Restore the draft; ↑ brings back the edited text."""
         if self.editing is not None:
             self.editing = None
             self.prompt.put(self.draft)
             self.refresh_lines()
 
     def give_up(self) -> None:
-        """Stop what runs and forget what waits; what there is of an answer is kept as it is."""
+        """Stop the running answer and drop the queue; a partial answer is kept."""
         if self.current is not None:
             self.session.backend.stop(self.current[0])
             exchange = self.current[1].exchange

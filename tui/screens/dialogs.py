@@ -1,4 +1,4 @@
-"""Screens over the chat that ask one thing: a text, a row of a list."""
+"""Screens over the chat that ask for one thing: a text, or a row of a list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 200
 
 
 class Modal(ModalScreen[ScreenResultType]):
-    """What every screen over the chat has: a way to the frame, and keys that leave it without an answer."""
+    """Base of every screen over the chat: access to the frame, and keys that close it without an answer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close")]
 
@@ -32,7 +32,7 @@ class Modal(ModalScreen[ScreenResultType]):
 
 
 class AskScreen(Modal[str | None]):
-    """A line to type into: a path, something to search for. Enter answers with it."""
+    """A line to type into: a path, or a search text. Enter returns it."""
 
     def __init__(self, title: str, placeholder: str = "", value: str = "") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class AskScreen(Modal[str | None]):
 
 
 class PickScreen(Modal[str | None]):
-    """A list narrowed by typing. `rows` are (value, what is shown); answers with the chosen value."""
+    """A list narrowed by typing. `rows` are (value, display text); returns the chosen value."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("up", "move('up')"), ("down", "move('down')")]
 

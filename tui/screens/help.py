@@ -1,4 +1,4 @@
-"""F1: the keys and commands that exist, as they are bound."""
+"""F1: all keys and commands, with their current bindings."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from localllm.tui.keymap import KEYS, Keymap
 from .dialogs import Modal
 
 FIXED = (
-    ("^P", "palette: everything by name, themes too"),
-    ("↑  ↓", "messages sent before"),
+    ("^P", "command palette, including themes"),
+    ("↑  ↓", "previously sent messages"),
     ("PgUp  PgDn  wheel", "scroll; End follows the answer again"),
     ("Tab", "complete a command or a file"),
 )
 
 
 class Rows(Widget):
-    """Keys and what they do. One widget: with three for each row the screen took most of a second to open."""
+    """Keys and what they do. A single widget: with three per row the screen took most of a second to open."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"rows--meaning"}
 
@@ -45,7 +45,7 @@ class Rows(Widget):
 
 
 class HelpScreen(Modal[None]):
-    """Closes on any of the keys one would try."""
+    """Closes on any key that one would try."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,enter,f1", "leave", "Close")]
 
@@ -58,13 +58,13 @@ class HelpScreen(Modal[None]):
         tables = {
             "Keys": [*self._keys("prompt"), *self._keys("chat"), *FIXED],
             "Browse: Esc, then": self._keys("browse"),
-            "Commands": [*commands, ("//text", "send a message that begins with /")],
+            "Commands": [*commands, ("//text", "send a message that starts with /")],
         }
         with VerticalScroll(id="help"):
             for title, rows in tables.items():
                 yield Static(title, classes="head" if title == "Keys" else "head second", markup=False)
                 yield Rows(rows)
-            note = "Esc closes this. Keys are changed under [keys] in the settings."
+            note = "Esc closes this help. To change keys, use [keys] in the settings."
             yield Static(note, classes="note", markup=False)
 
     def _keys(self, where: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Ctrl+O: the models here and those that could be fetched, with what they take and how fast they should be."""
+"""Ctrl+O: local models and downloads, with their memory use and expected speed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from localllm.tui.widgets.home import pace
 from .dialogs import Modal
 from .viewer import show_command
 
-WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)  # contexts to weigh; None is what the plan would take
+WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)  # context lengths; None leaves it to the plan
 SCOPES = ("all", "on disk", "fits")
-COLUMNS = (  # (from so many columns of the terminal, what is shown)
+COLUMNS = (  # (minimum width of the terminal, columns shown)
     (100, ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")),
     (80, ("MODEL", "QUANT", "SIZE", "SPEED", "STATUS")),
     (56, ("MODEL", "SIZE", "STATUS")),
@@ -35,14 +35,14 @@ COLUMNS = (  # (from so many columns of the terminal, what is shown)
 
 
 class Table(DataTable[Text]):
-    """The row under the cursor stays in view, also when the details below take room from the table."""
+    """Keeps the row under the cursor in view, even when the details below take room from the table."""
 
     def on_resize(self) -> None:
         self.call_after_refresh(lambda: self.move_cursor(row=self.cursor_row))
 
 
 class ModelsScreen(Modal[tuple[str, int | None] | None]):
-    """Answers with (name, context asked for), or None."""
+    """Returns (name, requested context), or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+o", "leave", "Close"),
@@ -58,7 +58,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
     ]
 
     def __init__(self, now: str, tell: Callable[[str], None]) -> None:
-        """`now` is the model that runs; `tell` says how a download goes on, also when this screen is closed."""
+        """`now` is the running model; `tell` reports the progress of a download, even after this screen is closed."""
         super().__init__()
         self._now, self._tell = now, tell
         self._rows: list[ModelChoice] = []
@@ -67,7 +67,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._scope = 0
         self._armed = ""
         self._columns: tuple[str, ...] = ()
-        self._quants: dict[str, str] = {}  # name of a row -> name of the format that stands in its place
+        self._quants: dict[str, str] = {}  # name of a row -> name of the format shown in its place
 
     def compose(self) -> ComposeResult:
         with Vertical(id="models") as box:
@@ -90,7 +90,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             self._detail()
 
     def _set_columns(self) -> bool:
-        """Those that the terminal has room for. Whether they have changed."""
+        """Choose columns for the terminal's width. Returns whether they have changed."""
         width = self.app.size.width
         names = next(names for least, names in COLUMNS if width >= least)
         if names == self._columns:
@@ -114,7 +114,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         box.border_subtitle = "⏎ use · q quant · d download · i info · x remove · / filter · Tab scope · ←→ context"
 
     def _fill(self, before: str = "") -> None:
-        """`before` is the row under the cursor, where that has another name now."""
+        """Fill the table. `before` names the row to keep under the cursor when its name has changed."""
         before = before or (self.row.name if self.row else "")
         words = self.query_one(Input).value.casefold().split()
         scope = SCOPES[self._scope]
@@ -129,12 +129,12 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             cells = _cells(row, self._columns, self._now)
             table.add_row(*[Text(cells[name]) for name in self._columns])  # a str would be read as markup
         if self._shown:
-            names = [row.name for row in self._shown]  # the row under the cursor stays, wherever it stands now
+            names = [row.name for row in self._shown]  # the cursor follows its row
             table.move_cursor(row=names.index(before) if before in names else 0)
         self._detail()
 
     def _chosen(self, row: ModelChoice) -> ModelChoice:
-        """The row, or the format of its model that was chosen in its place, with the same formats to choose from."""
+        """The row, or the format chosen in its place, with the same formats to choose from."""
         name = self._quants.get(row.name)
         other = next((one for one in row.quants if one.name == name), None)
         if other is None:
@@ -153,7 +153,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if row := self.row:
             self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#model-detail").size.width))))
         else:
-            self._say("nothing fits this filter" if self._rows else "no models")
+            self._say("no model matches this filter" if self._rows else "no models")
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         elif not row.local and self.frame.options.offline:
             self._say("✗ offline: only models on this disk can be used")
         else:
-            window = WINDOWS[self._window]  # a model whose own limit is smaller was judged with that
+            window = WINDOWS[self._window]  # a model with a smaller limit was planned with that limit
             self.dismiss((row.name, window and min(window, row.ctx or window)))
 
     @on(Input.Changed)
@@ -191,17 +191,17 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._fill()
 
     def action_quant(self) -> None:
-        """The next format of the same model, by size; after the largest the smallest."""
+        """Show the next format of the same model, by size; after the largest comes the smallest."""
         if not (row := self.row):
             return
         if not row.quants:
-            self._say(f"{clean_line(row.name)} comes in one format only")
+            self._say(f"{clean_line(row.name)} has only one format")
             return
         forms = _formats(row)
         place = [one.name for one in forms].index(row.name)
         other = forms[(place + 1) % len(forms)]
         at = next((number for number, one in enumerate(self._shown) if one.name == other.name), None)
-        if at is not None:  # it is on this machine too: a row of its own
+        if at is not None:  # also on this machine, with its own row
             self.query_one(DataTable).move_cursor(row=at)
             return
         head = next(one.name for one in self._rows if self._chosen(one).name == row.name)
@@ -215,9 +215,9 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     def action_download(self) -> None:
         if (row := self.row) and not row.local and not self.frame.options.offline:
-            if not any(w.name == row.name and w.is_running for w in self.app.workers):  # it outlives this screen
+            if not any(w.name == row.name and w.is_running for w in self.app.workers):  # outlives this screen
                 self.app.run_worker(fetch(row.name, self._tell), row.name, "downloads", exit_on_error=False)
-            self._say(f"fetching {clean_line(row.name)} in the background")
+            self._say(f"downloading {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
         if row := self.row:
@@ -227,10 +227,10 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if not (row := self.row) or not row.local:
             return
         if row.name == self._now:
-            self._say("it is running: choose another model first")
+            self._say("this model is running: choose another one first")
         elif self._armed != row.name:
             self._armed = row.name
-            self._say(f"x again removes {clean_line(row.name)} ({gib(row.size_bytes)}) for every program that uses it")
+            self._say(f"press x again to remove {clean_line(row.name)} ({gib(row.size_bytes)}) for all programs")
         else:
             show_command(self.app, "rm", row.name, "-y", then=self._look)
 
@@ -249,7 +249,7 @@ def _formats(row: ModelChoice) -> list[ModelChoice]:
 
 
 def _cells(row: ModelChoice, columns: tuple[str, ...], now: str) -> dict[str, str]:
-    """By column, as short as where these are all that there is room for."""
+    """Cell texts by column, as short as the shown columns require."""
     wide = "MEMORY" in columns
     if not row.supported:
         status = "✗ cannot run"
@@ -257,7 +257,7 @@ def _cells(row: ModelChoice, columns: tuple[str, ...], now: str) -> dict[str, st
         short = row.need_bytes - row.have_bytes
         status = f"✗ {gib(short)} short" if wide and short > 0 else "✗ too large"
     else:
-        status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ to fetch"
+        status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ download"
     return {
         "MODEL": fit(clean_line(row.name), 40 if wide else 22 if "SIZE" in columns else 18),
         "QUANT": row.format if wide else fit(row.format, 10),
@@ -270,13 +270,13 @@ def _cells(row: ModelChoice, columns: tuple[str, ...], now: str) -> dict[str, st
 
 
 def detail_lines(row: ModelChoice, width: int) -> list[Content]:
-    """What the row means, and the bar of its memory."""
+    """Details of a row, and its memory bar."""
     size = params_short(row.params) if row.params else ""
     active = f" ({row.active_params / 1e9:.1f} B active)" if 0 < row.active_params < row.params else ""
     parts = [row.license, size + active, row.note or row.reason]
     lines = [Content(fit(clean_line(" · ".join(part for part in parts if part)), width))]
     if row.quality:
-        lines.append(Content(fit(f"quality against the original, measured: {clean_line(row.quality)}", width)))
+        lines.append(Content(fit(f"measured quality against the original: {clean_line(row.quality)}", width)))
     if row.quants:
         names = [f"{'▸ ' if one.name == row.name else ''}{one.format} {gib(one.size_bytes)}" for one in _formats(row)]
         lines.append(Content(fit(clean_line("q " + " · ".join(names)), width)))

@@ -1,4 +1,4 @@
-"""F2: sampling, thinking and instructions in one panel; an empty field shows the default that holds."""
+"""F2: sampling, thinking and instructions in one panel; an empty field shows its default."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .dialogs import Modal
 
 
 class ParamsScreen(Modal[bool]):
-    """Answers True when something was changed."""
+    """Returns True when something was changed."""
 
-    AUTO_FOCUS = "Input"  # not the presets above: Enter would open their list
+    AUTO_FOCUS = "Input"  # not the presets, where Enter would open the list
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f2", "leave", "Close"),
         Binding("ctrl+s", "apply", "Apply", priority=True),
@@ -30,7 +30,7 @@ class ParamsScreen(Modal[bool]):
     def __init__(
         self, conversation: Conversation, presets: Mapping[str, Preset], defaults: Mapping[str, tuple[Any, str]]
     ) -> None:
-        """`defaults`: what an empty field means: the value, and who says so."""
+        """`defaults`: the (value, source) that an empty field stands for."""
         super().__init__()
         self._conversation = conversation
         self._presets = presets

@@ -1,4 +1,4 @@
-"""A text to read: the log, a message as it was written, or what another command of this program says."""
+"""A text to read: the log, a raw message, or the output of another command of this program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG_BYTES = 64 << 10
 
 
 class Viewer(Modal[None]):
-    """Esc closes, `y` copies. With `command` the text is what that command of ours writes, line by line."""
+    """Esc closes, `y` copies. With `command`, shows the output of that command of ours, line by line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,f9,f12", "leave", "Close"), Binding("y,c", "copy", "Copy")]
 
@@ -61,7 +61,7 @@ class Viewer(Modal[None]):
                 self._text += line.decode("utf-8", "replace")
                 text.update(clean(self._text))
             await process.wait()
-        finally:  # a command nobody reads is stopped
+        finally:  # stop a command when nobody reads it any more
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
         if not self._text:
@@ -72,14 +72,14 @@ class Viewer(Modal[None]):
 
 
 def show_command(app: App[Any], *words: str, then: Callable[[], Any] | None = None) -> None:
-    """Show what another command of this program says; `then` is called when that is closed."""
+    """Show the output of another command of this program; `then` is called when the view is closed."""
     app.push_screen(Viewer(f"localllm {' '.join(words)}", command=words), lambda _: then() if then else None)
 
 
 def log_text(path: Path | None) -> str:
-    """The end of the log."""
+    """The end of the log file."""
     if path is None:
-        return "there is no log"
+        return "no log file"
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_BYTES))

@@ -1,6 +1,6 @@
-"""A question above the prompt that must be answered before the chat goes on: nothing is done without being asked.
+"""A question above the prompt that must be answered before the chat continues.
 
-It appears by itself, so it never takes the focus: Tab goes to it, and what is typed meanwhile goes to the prompt.
+It appears on its own, so it never takes the focus: Tab moves to it, and typing goes to the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from textual.widgets import OptionList
 
 
 class Choice(NamedTuple):
-    """One way on: the letter that takes it, what it does in words, and in deeds."""
+    """One option: its letter, its text, and its action."""
 
     key: str
     text: str
@@ -24,11 +24,11 @@ class Choice(NamedTuple):
 
 
 class Choices(OptionList):
-    """Hidden until `offer`; answers with `Chosen`. With the focus, letters choose at once."""
+    """Hidden until `offer`; answers with `Chosen`. With the focus, letters choose directly."""
 
     @dataclass
     class Chosen(Message):
-        """What was chosen."""
+        """An option was chosen."""
 
         choice: Choice
 
@@ -39,23 +39,23 @@ class Choices(OptionList):
         self._title, self._asked_at = "", 0.0
 
     def offer(self, title: str, choices: Sequence[Choice]) -> None:
-        """Ask. The last choice is what Esc means."""
-        if self.has_focus:  # for the question before this one
+        """Ask a question. Esc takes the last choice."""
+        if self.has_focus:  # still focused from the previous question
             self.blur()
         self._choices, self._title, self._asked_at = choices, title, time.monotonic()
         self.set_options(f"[{choice.key}] {choice.text}" for choice in choices)
         self.display = True
         self.highlighted = 0
-        self._say_how(self.has_focus)
+        self._update_title(self.has_focus)
 
-    def _say_how(self, focused: bool) -> None:
+    def _update_title(self, focused: bool) -> None:
         self.border_title = self._title if focused else f"{self._title} · Tab to choose"
 
     def on_focus(self) -> None:
-        self._say_how(True)
+        self._update_title(True)
 
     def on_blur(self) -> None:
-        self._say_how(False)
+        self._update_title(False)
 
     def cancel(self) -> None:
         if self._choices:

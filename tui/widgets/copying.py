@@ -1,4 +1,4 @@
-"""The message of a code block that somebody wants to copy: apart, so that nobody loads Markdown to hear it."""
+"""The message for copying a code block: in its own module, so that its receivers do not load Markdown."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,6 @@ from textual.message import Message
 
 @dataclass
 class CopyCode(Message):
-    """Somebody wants this code."""
+    """A request to copy this code."""
 
     code: str

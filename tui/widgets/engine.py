@@ -1,6 +1,6 @@
-"""F4: the engine made visible: run summary, KV pages, batches, speeds, prefix hits, memory against plan, power.
+"""F4: the engine panel: run summary, KV pages, batches, speeds, prefix hits, memory against plan, power.
 
-One look at `facts()` and one Static, twice a second while something runs: under a hundredth of a core.
+Reads `facts()` into one Static, twice a second while the engine is busy: under 1 % of a core.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from localllm.terminal import clean, gib, rate
 from localllm.tui.frame import Frame
 
 LOOK_S = 0.5
-KEPT = 200  # values drawn as bars
-STILL_S = 2.0  # between two looks while nothing is computed
+KEPT = 200  # values kept for the bars
+STILL_S = 2.0  # between updates while the engine is idle
 MAP_ROWS = 6
-LOW = 34  # lines of a panel; in a lower one the map of pages is lower too
+LOW = 34  # height below which the page map gets half its rows
 MEMORY_MARKS = {"weights": ("█", "$primary"), "kv": ("▓", "$accent"), "work": ("▒", "$secondary")}
 _BARS = " ▁▂▃▄▅▆▇█"
 _FREE, _CACHED, _USED = 0, 1, 2
@@ -34,7 +34,7 @@ _MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", 
 
 
 class EnginePanel(VerticalScroll):
-    """Hidden until `open`; looks at the facts only while it is on the screen."""
+    """Hidden until `open`; reads the facts only while it is visible."""
 
     can_focus = False
 
@@ -42,9 +42,9 @@ class EnginePanel(VerticalScroll):
         super().__init__(id="engine")
         self._session = session
         self._before: tuple[float, Facts] | None = None
-        # of the turns of this session, kept whether or not anybody looks
+        # of this session's turns, recorded even while hidden
         self._ttft_s, self._decode_tps = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
-        # tokens a second between two looks
+        # tokens per second between two updates
         self._prefill, self._decode = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         self._step_ms = 0.0
         self.display = False
@@ -58,14 +58,14 @@ class EnginePanel(VerticalScroll):
         self._timer = self.set_interval(LOOK_S, self.look, pause=True)
 
     def add(self, timing: Timing) -> None:
-        """Keep the times of a turn that has ended."""
+        """Record the times of a finished turn."""
         if timing.ttft_s > 0:
             self._ttft_s.append(timing.ttft_s)
         if timing.decode_tps > 0:
             self._decode_tps.append(timing.decode_tps)
 
     def open(self, shown: bool) -> None:
-        """Show or hide; hidden it costs nothing."""
+        """Show or hide the panel; hidden, it costs nothing."""
         self.display = shown
         if shown:
             self._before = None
@@ -96,7 +96,7 @@ class EnginePanel(VerticalScroll):
             return
         yield from Content(clean(facts.run_summary)).wrap(width)
         if facts.url:
-            yield Content(f"computed by {clean(facts.url)}")
+            yield Content(f"running at {clean(facts.url)}")
         if url := self._session.url:
             yield Content(f"api {url}/v1")
         yield Content("")
@@ -140,10 +140,10 @@ class EnginePanel(VerticalScroll):
             bars = sparkline(rates, room, max([*rates, 1.0]))
             yield Content.styled(f"{name:10}", "dim") + Content.styled(bars, style)
         if facts.num_preemptions:
-            yield Content(f"{facts.num_preemptions:,} preempted: there were too few pages")
+            yield Content(f"{facts.num_preemptions:,} preempted for lack of pages")
         if facts.num_draft_tokens:
             share = facts.num_accepted_tokens / facts.num_draft_tokens
-            yield Content(f"{share * 100:.0f} % of {facts.num_draft_tokens:,} guessed tokens right")
+            yield Content(f"{share * 100:.0f} % of {facts.num_draft_tokens:,} draft tokens accepted")
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
@@ -172,7 +172,7 @@ class EnginePanel(VerticalScroll):
 
 
 def memory_bar(parts: Iterable[tuple[str, int]], whole: int, width: int) -> Content:
-    """The parts of `whole` bytes, each in its mark; what is left is free."""
+    """Draw the parts of `whole` bytes, each with its mark; the rest is free."""
     bar = Content("")
     for name, size in parts:
         mark, style = MEMORY_MARKS.get(name, ("·", "dim"))
@@ -181,7 +181,7 @@ def memory_bar(parts: Iterable[tuple[str, int]], whole: int, width: int) -> Cont
 
 
 def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:
-    """Pages as cells, in order. A cell of several is free when all are; else it shows what most of the others are."""
+    """Draw pages as cells, in order. A cell of several is free when all are, else in use or cached by majority."""
     each = -(-len(states) // (width * rows)) or 1
     cells = bytes(_cell(states[at : at + each]) for at in range(0, len(states), each))
     for start in range(0, len(cells), width):
@@ -197,7 +197,7 @@ def _cell(pages: bytes) -> int:
 
 
 def sparkline(values: Iterable[float], width: int, most: float) -> str:
-    """The last values as bars, `most` being the highest."""
+    """The last values as bars, scaled to `most`."""
     shown = list(values)[-width:]
     return "".join(_BARS[min(8, round(value / most * 8))] if most > 0 else " " for value in shown)
 

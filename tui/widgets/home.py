@@ -1,4 +1,4 @@
-"""The first screen when no model was named: chats to continue, models to start, what this machine is."""
+"""The home screen, shown when no model was named: chats to continue, models to start, this machine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from textual.widgets.option_list import Option
 
 from localllm.history.records import SavedChat
 from localllm.interface import Check, ModelChoice
-from localllm.terminal import clean_line, fit, gib, rate, tokens_short
+from localllm.terminal import clean_line, counted, fit, gib, rate, tokens_short
 from localllm.tui.keymap import Keymap
 
 CHATS = 3
 MODELS = 6
-SLOW_TPS = 5.0  # a model that is slower here is not offered by itself
+SLOW_TPS = 5.0  # slower models are not suggested
 
 
 class Listing(OptionList):
-    """The row under the cursor stays in view, also when what is around the list takes room from it."""
+    """Keeps the row under the cursor in view, even when other widgets take room from the list."""
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.scroll_to_highlight)
 
 
 class Home(Vertical):
-    """Rows to choose from; the id of each is chat:ID, model:NAME or browse."""
+    """Rows to choose from; their ids are chat:ID, model:NAME or browse."""
 
     def __init__(self, keys: Keymap) -> None:
         super().__init__(id="home")
@@ -55,7 +55,7 @@ class Home(Vertical):
 
     @property
     def default_model(self) -> str:
-        """The one a message typed here goes to; nothing while the list is being made."""
+        """The model for a message typed here; "" while the list is loading."""
         usable = [row for row in self.models or () if row.local and row.supported and row.fits and row.chat]
         return usable[0].name if usable else ""
 
@@ -73,15 +73,15 @@ class Home(Vertical):
     def show_machine(self, checks: Sequence[Check]) -> None:
         found = {check.id: check for check in checks}
         parts = [clean_line(found[name].title) for name in ("gpu.present", "cpu", "ram") if name in found]
-        # F9 runs without a terminal and skips what is about it
+        # F9 runs without a terminal and skips the terminal checks
         about_here = [check for check in checks if check.id != "term" and not check.id.startswith("term.")]
         bad = [check for check in about_here if check.status in ("warn", "fail")]
         key = self._keys.label("app.doctor")
-        doctor = f"doctor: {len(bad)} to look at ({key})" if bad else "doctor: all well"
+        doctor = f"doctor: {counted(len(bad), 'finding')} ({key})" if bad else "doctor: no problems"
         self.query_one("#home-machine", Static).update(f"{' · '.join(parts)}\n{doctor}")
 
     def tell(self, text: str) -> None:
-        """What went wrong with a choice, below the keys; "" takes it away."""
+        """Show what went wrong with a choice, below the keys; "" hides it."""
         said = self.query_one("#home-said", Static)
         said.update(text)
         said.display = bool(text)
@@ -90,9 +90,9 @@ class Home(Vertical):
         listing = self.query_one(OptionList)
         row = listing.highlighted_option
         listing.set_options(self._options())
-        listing.set_styles(max_height=listing.option_count)  # what follows stands right below
+        listing.set_styles(max_height=listing.option_count)  # keeps the keys right below the list
         ids = [option.id for option in listing.options]
-        if row is not None and row.id in ids:  # the row under the cursor stays, wherever it stands now
+        if row is not None and row.id in ids:  # the cursor follows its row
             listing.highlighted = ids.index(row.id)
         else:
             listing.action_first()
@@ -112,14 +112,14 @@ class Home(Vertical):
             return
         rows = _offered(self.models)
         here = any(row.local for row in rows)
-        yield Option("New chat with" if here else "No models yet. Enter fetches one of these:", disabled=True)
+        yield Option("New chat with" if here else "No models yet. Press Enter to download one:", disabled=True)
         for row in rows:
             yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
         yield Option("  … browse all models", id="browse")
 
 
 def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
-    """What runs and is here; then of what could be fetched and fits: the recommended, the smallest, one between."""
+    """Runnable local models, then downloads that fit: the recommended, the smallest, and one in between."""
     local = [row for row in models if row.local and row.supported and row.fits and row.chat]
     fetched = sorted((row for row in models if not row.local and row.fits), key=lambda row: row.size_bytes)
     fetched = [row for row in fetched if not 0 < row.tps < SLOW_TPS] or fetched

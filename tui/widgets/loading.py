@@ -1,4 +1,4 @@
-"""The card that shows what happens before the model is ready: download with bar and time left, then load phases."""
+"""The card shown until the model is ready: download with bar and time left, then load phases."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from localllm.request import LoadProgress
 from localllm.terminal import clean_line, gib, seconds_short
 
 STALL_S = 10.0
-BYTES = 1 << 16  # so many of anything are bytes
+BYTES = 1 << 16  # totals from here on are byte counts
 
 
 class LoadCard(Vertical):
     """Phases as they come: 'Loading smollm2 · 2.1 s of about 4.2 s', 'starting up ✓ 1.1 s · weights 3/8'."""
 
     def __init__(self, model: str, expected_s: float | None = None) -> None:
-        """`expected_s`: from the first phase after downloading to ready, as earlier loads took."""
+        """`expected_s`: time from the first phase after the download until ready, from earlier loads."""
         super().__init__()
         self._model = clean_line(model)
         self._expected_s = expected_s
@@ -36,7 +36,7 @@ class LoadCard(Vertical):
 
     @property
     def downloads(self) -> bool:
-        """Whether bytes are being fetched, which can be paused."""
+        """Whether a download is running, which can be paused."""
         return self._phase is not None and self._phase.name == "download"
 
     def update(self, phase: LoadProgress) -> None:
@@ -76,7 +76,7 @@ class LoadCard(Vertical):
     def _bytes(self, phase: LoadProgress) -> str:
         still = time.monotonic() - self._moved_at
         if still >= STALL_S and self._done < phase.total:
-            return f"stalled {seconds_short(still)}, retrying"
+            return f"stalled for {seconds_short(still)}, retrying"
         parts = [f"{gib(self._done)} of {gib(phase.total)}" if phase.total else gib(self._done)]
         if phase.rate:
             parts.append(f"{gib(phase.rate)}/s")
@@ -86,11 +86,11 @@ class LoadCard(Vertical):
 
     @property
     def elapsed_s(self) -> float | None:
-        """Since loading began, without the download; None before."""
+        """Time since loading began, without the download; None before."""
         return None if self._loading_since is None else time.monotonic() - self._loading_since
 
     def current(self) -> str:
-        """The phase that runs: for the status line."""
+        """The current phase, for the status line."""
         phase = self._phase
         if phase is None:
             return "starting…"

@@ -1,6 +1,6 @@
-"""Markdown that is written while it is made: settled blocks are rendered once, the open end is plain text.
+"""Markdown rendered as it streams: settled blocks are rendered once, the open end is plain text.
 
-What is handed to `Answer.feed` is split by `Settler`: every block that can no longer change goes to `Body`, the rest
+`Settler` splits what is passed to `Answer.feed`: every block that can no longer change goes to `Body`, the rest
 is the tail. A list is one widget with hanging indents (one widget per item costs seconds at a hundred items), and a
 long list settles item by item. `Answer.source` is always exactly what was fed.
 """
@@ -35,20 +35,20 @@ from localllm.conversation.markdown import Settler, new_parser, opened_fence
 
 from .copying import CopyCode
 
-TAIL_CHUNK = 3000  # characters of the tail that are laid out again at every update; what is before is frozen
-LONG_WORD = 20  # cells; in a table a longer word, such as an address, may be broken
-LONG_CODE = 20  # lines; a longer block can be copied at its end too
+TAIL_CHUNK = 3000  # characters of the tail laid out at every update; text before them is frozen
+LONG_WORD = 20  # cells; a longer word in a table, such as an address, may be broken
+LONG_CODE = 20  # lines; a longer block also has a copy line at its end
 
 
 class _Row(NamedTuple):
-    """A paragraph of a list item: how far in, its bullet on the first line, its text."""
+    """A paragraph of a list item: its indent, the bullet on its first line, its text."""
 
     indent: int
     bullet: str
     content: Content
 
     def lines(self, width: int) -> Iterator[Content]:
-        """Wrapped lines, the following ones below the text of the first."""
+        """Wrapped lines, aligned below the text of the first."""
         lead = Content(" " * self.indent) + Content.styled(self.bullet, "$text-primary")
         for line in self.content.wrap(max(8, width - len(lead.plain))):
             yield lead + line.rstrip()
@@ -56,7 +56,7 @@ class _Row(NamedTuple):
 
 
 class _FlatList(MarkdownList):
-    """A list drawn by one widget, when its items hold nothing but paragraphs and such lists."""
+    """A list drawn by one widget, if its items contain only paragraphs and such lists."""
 
     _rows: list[_Row] | None = None
     _drawn: tuple[int, Content] | None = None
@@ -118,7 +118,7 @@ def _rows_of(block: MarkdownBlock, indent: int) -> Iterator[_Row]:
 
 @cache
 def code_colours(name: str) -> tuple[type[HighlightTheme], str] | None:
-    """(kind of token -> Textual's words for its style, background) of a Pygments style; None for "auto" and unknown."""
+    """(token kind -> Textual style words, background) of a Pygments style; None for "auto" and unknown styles."""
     from pygments.styles import get_style_by_name
     from pygments.util import ClassNotFound
 
@@ -153,22 +153,22 @@ class Fence(MarkdownFence):
     def highlight(  # type: ignore[override]  # needs the settings, which only the widget knows
         self, code: str, language: str, ansi: bool = False, dark: bool = False
     ) -> Content:
-        """In the colours of the settings; without colour as Textual does."""
-        colours = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
-        if colours is None:
+        """Highlight in the configured colors; without color, as Textual does."""
+        colors = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
+        if colors is None:
             return MarkdownFence.highlight(code, language, ansi, dark)
-        theme, self.styles.background = colours
+        theme, self.styles.background = colors
         return highlight(code, language=language or None, theme=theme)
 
     def on_click(self, event: Any) -> None:
-        """Copy when a line above or below was hit."""
+        """Copy when the line above or below was clicked."""
         if isinstance(event.widget, Static) and event.widget.has_class("head"):
             event.stop()
             self.post_message(CopyCode(self.code))
 
 
 class Table(MarkdownTable):
-    """A table whose columns all keep some room where a word is wider than the screen."""
+    """A table whose columns all keep some width even if a word is wider than the screen."""
 
     def _get_headers_and_rows(self) -> tuple[list[Content], list[list[Content]]]:
         headers, rows = super()._get_headers_and_rows()
@@ -178,7 +178,7 @@ class Table(MarkdownTable):
 
 
 class Body(Markdown):
-    """Blocks that do not change any more."""
+    """Blocks that no longer change."""
 
     _OWN: ClassVar[dict[str, type[MarkdownBlock]]] = {
         "bullet_list_open": FlatBulletList,
@@ -195,7 +195,7 @@ class Body(Markdown):
         return self._OWN.get(block_name) or super().get_block_class(block_name)
 
     async def settle(self, text: str, inside_list: bool) -> None:
-        """Add blocks. `Markdown.append` would parse and draw the block before them again."""
+        """Add blocks. `Markdown.append` would parse and draw the previous block again."""
         async with self.lock:
             blocks = self._build_from_source(text)
             self._markdown += text
@@ -206,13 +206,13 @@ class Body(Markdown):
 
 
 class _Live(Static):
-    """Text that grows. Its new size is known when the screen has been laid out: no second pass is needed for it."""
+    """Growing text. Its size is known once the screen has been laid out, so it needs no second pass."""
 
     virtual_size = Reactive(Size(0, 0))
 
 
 class Tail(Vertical):
-    """The open end, as plain text. Of a long one only the last part is laid out again."""
+    """The open end as plain text. Only the last part of a long one is laid out again."""
 
     virtual_size = Reactive(Size(0, 0))
 
@@ -226,7 +226,7 @@ class Tail(Vertical):
         yield self._live
 
     async def show(self, text: str) -> None:
-        """Replace the text; it may only grow until `clear`."""
+        """Replace the text; until `clear` it may only grow."""
         if self.display != bool(text):
             self.display = bool(text)
             self._lines = 0
@@ -245,7 +245,7 @@ class Tail(Vertical):
         self._update(text[self._frozen :])
 
     def _update(self, text: str) -> None:
-        """Lay out the screen again only when a line has come."""
+        """Lay out the screen again only when a line was added."""
         width = self._live.size.width
         lines = Content(text).get_height({}, width) if width else 0
         self._live.update(text, layout=not width or lines != self._lines)
@@ -259,7 +259,7 @@ class Tail(Vertical):
 
 
 class Answer(Vertical):
-    """An answer as it grows: `feed` any number of times, `flush` about ten times a second, `finish` once."""
+    """A growing answer: `feed` any number of times, `flush` about ten times a second, `finish` once."""
 
     virtual_size = Reactive(Size(0, 0))
 
@@ -284,7 +284,7 @@ class Answer(Vertical):
         self._text += text
 
     async def flush(self) -> bool:
-        """Draw what is new. False when nothing was."""
+        """Draw what is new. False when nothing is."""
         if self._text == self._shown or not self._tail.is_mounted:
             return False
         async with self._drawing:
@@ -299,7 +299,7 @@ class Answer(Vertical):
                 await self._tail.clear()
                 await self._body.settle(settled, inside)
             self._shown = self._text
-            await self._tail.show(self._text.lstrip("\n"))  # blocks keep their own distance
+            await self._tail.show(self._text.lstrip("\n"))  # blocks keep their own spacing
 
     async def finish(self) -> None:
         async with self._drawing:

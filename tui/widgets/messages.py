@@ -1,4 +1,4 @@
-"""The turns of the transcript: what was asked, what was answered, what failed, what the program has to say."""
+"""The parts of the transcript: questions, answers, failures, and notices of the program."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from localllm.terminal import Cleaner, clean, counted, fit, seconds_short
 if TYPE_CHECKING:
     from .markdown import Answer
 
-THINKING_LINES = 3  # lines of reasoning shown while it goes on
-RESULT_LINES = 400  # of a result, when it is opened
-LONG_QUESTION = 40  # lines of a question shown; the rest is counted
+THINKING_LINES = 3  # lines of reasoning shown while it streams
+RESULT_LINES = 400  # of an opened tool result
+LONG_QUESTION = 40  # lines shown of a question; the rest is only counted
 
 
 class UserMessage(Horizontal):
-    """A question, behind its mark; its files above, its branch and time on the right."""
+    """A question after its mark; its files above, its branch and time on the right."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def _shortened(text: str) -> str:
 
 
 class Thought(Static):
-    """Reasoning: its last lines while it goes on, one line afterwards, all of it after a click or Ctrl+T."""
+    """Reasoning: its last lines while it streams, then one line; all of it after a click or Ctrl+T."""
 
     def __init__(self, mode: str = "auto") -> None:
         super().__init__("", markup=False)
@@ -74,14 +74,14 @@ class Thought(Static):
         self.display = False
 
     def feed(self, text: str) -> None:
-        """Take more reasoning; nothing is drawn yet."""
+        """Add reasoning without drawing it."""
         if not self._text:
             self._start = time.monotonic()
         self._text += text
         self._pieces += 1
 
     def end(self, num_tokens: int = 0, took: float = 0.0) -> None:
-        """The answer begins, after `took` seconds if they are known."""
+        """The answer begins, after `took` seconds if known."""
         if self._text and self.took is None:
             self.took = took or time.monotonic() - self._start
         if num_tokens:
@@ -111,7 +111,7 @@ class Thought(Static):
 
 
 class ToolCall(Static):
-    """A call of a tool: all of it while it is asked for; then one line, and the result after a click or Ctrl+T."""
+    """A tool call: shown in full while waiting for permission, then as one line; its result after a click or Ctrl+T."""
 
     def __init__(self, call: Call) -> None:
         super().__init__("", markup=False)
@@ -137,12 +137,12 @@ class ToolCall(Static):
 
 
 class AssistantMessage(Vertical):
-    """An answer with its reasoning above and its numbers below."""
+    """An answer with its reasoning above and its statistics below."""
 
     virtual_size = Reactive(Size(0, 0))
 
     def __init__(self, exchange: Exchange, thinking: str = "auto") -> None:
-        from .markdown import Answer  # its parser and highlighter load while the model does, not before the first frame
+        from .markdown import Answer  # its parser and highlighter load with the model, not before the first frame
 
         super().__init__()
         self.exchange = exchange
@@ -160,7 +160,7 @@ class AssistantMessage(Vertical):
         yield self._footer
 
     def feed(self, delta: Delta) -> None:
-        """Take a piece: kept as it is for the model, cleaned for the screen."""
+        """Add a piece: unchanged for the model, cleaned for the screen."""
         if delta.kind == "reasoning":
             self.thought.feed(clean(delta.text))
         elif delta.kind == "content":
@@ -176,9 +176,9 @@ class AssistantMessage(Vertical):
         await self.answer.flush()
 
     def footer(self, text: str) -> None:
-        """The line below: progress while it runs."""
+        """The line below the answer: progress while it runs."""
         if text != self._footer_text:
-            # one line in place of another moves nothing
+            # replacing one line by another moves nothing
             self._footer.update(text, layout=not self._footer_text)
             self._footer_text = text
 
@@ -189,7 +189,7 @@ class AssistantMessage(Vertical):
                 self._end_footer()
 
     async def show_calls(self) -> None:
-        """The calls of the exchange, below what was said before them."""
+        """Show the calls of the exchange below the text before them."""
         self.thought.end()
         await self.answer.finish()
         await self.mount(*map(ToolCall, self.exchange.calls), before=self._footer)
@@ -199,7 +199,7 @@ class AssistantMessage(Vertical):
             one.draw()
 
     async def next_round(self) -> None:
-        """Room for what is said after the calls."""
+        """Add widgets for the text after the calls."""
         self.draw_calls()
         await self._room()
 
@@ -210,7 +210,7 @@ class AssistantMessage(Vertical):
         await self.mount(self.thought, self.answer, before=self._footer)
 
     async def restore_rounds(self) -> None:
-        """What came before the text, once more on the screen."""
+        """Show the rounds before the final text again."""
         for one in self.exchange.rounds:
             await self._restored(one)
 
@@ -224,7 +224,7 @@ class AssistantMessage(Vertical):
         await self._room()
 
     def toggle(self) -> bool:
-        """Open or close reasoning and calls. False when there are none."""
+        """Fold or unfold reasoning and calls. False when there are none."""
         found = [*(one for one in self.query(Thought) if one.display), *self.query(ToolCall)]
         for one in found:
             one.toggle()
@@ -235,7 +235,7 @@ class AssistantMessage(Vertical):
         self.thought.end(exchange.usage.reasoning_tokens, exchange.thought_s)
         exchange.thought_s = self.thought.took or 0.0
         await self.answer.finish()
-        if self.is_attached:  # it may have been taken off the screen meanwhile
+        if self.is_attached:  # it may have been taken off the screen in the meantime
             self._end_footer()
 
     def _end_footer(self) -> None:
@@ -246,7 +246,7 @@ class AssistantMessage(Vertical):
             return
         branch = f"‹{self._place[0]}/{self._place[1]}›  " if self._place[1] > 1 else ""
         silent = self.screen.has_class("-no-stats") and exchange.stop in ("stop", "length")
-        left = "left out of the context · " if exchange.forgotten else ""
+        left = "dropped from the context ·  " if exchange.forgotten else ""
         self._footer.update(left + branch + ("" if silent else exchange.stats))
 
     async def restore(self) -> None:
@@ -258,14 +258,14 @@ class AssistantMessage(Vertical):
 
 
 class Notice(Static):
-    """Something the program says, in the transcript."""
+    """A notice of the program in the transcript."""
 
 
 def failure_text(failed: Failed) -> Content:
-    """A failure with its fixes, the first line marked."""
+    """A failure with its fixes; the first line is highlighted."""
     first, *rest = failure_lines(failed)
     return Content("\n").join([Content.styled(clean(first), "$text-error"), *(Content(clean(line)) for line in rest)])
 
 
 class Failure(Static):
-    """A failure that belongs to no answer: loading, mostly."""
+    """A failure outside an answer, mostly during loading."""

@@ -1,4 +1,4 @@
-"""Where a message is typed, with what it suggests: commands after `/`, files after `@`, earlier messages with ↑."""
+"""The message editor with its suggestions: commands after `/`, files after `@`, earlier messages with ↑."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _AT = re.compile(r"(?:^|\s)@([^\s]*)$")
 
 
 class PromptArea(TextArea):
-    """The editor. Its messages tell the screen what to do; it knows no conversation."""
+    """The editor. Its messages tell the screen what to do; it knows nothing about the conversation."""
 
     @dataclass
     class Sent(Message):
-        """Enter was pressed; `text` is empty when the prompt was."""
+        """Enter was pressed; `text` is empty if the prompt was."""
 
         text: str
 
@@ -48,14 +48,14 @@ class PromptArea(TextArea):
             show_line_numbers=False,
             tab_behavior="focus",
         )
-        self.cursor_blink = False  # two repaints a second, for as long as the program is open
+        self.cursor_blink = False  # saves two repaints a second
         send, newline = keymap.keys("prompt.send"), keymap.keys("prompt.newline")
         swapped = not enter_sends and "enter" in send
         self._send = frozenset(k for k in newline if k != "shift+enter") if swapped else frozenset(send)
         self._newline = frozenset({"enter", "shift+enter"}) if swapped else frozenset(newline)
         self.sent_before: list[str] = []
         self._place = 0
-        self._drafts: dict[int, str] = {}  # what was typed at each place among the earlier messages
+        self._drafts: dict[int, str] = {}  # text typed at each position among the earlier messages
 
     def load_history(self, lines: list[str]) -> None:
         self.sent_before[:0] = lines
@@ -63,7 +63,7 @@ class PromptArea(TextArea):
         self._drafts = {place + len(lines): text for place, text in self._drafts.items()}
 
     def remember(self, text: str) -> None:
-        """Keep a text for ↑, behind the drafts that were left at other places."""
+        """Keep a text for ↑, after drafts left at other positions."""
         before, drafts = self.sent_before, sorted(self._drafts.items())
         left = [draft for place, draft in drafts if draft not in before[place : place + 1] and place != self._place]
         for one in (*left, text):
@@ -73,7 +73,7 @@ class PromptArea(TextArea):
         self._drafts.clear()
 
     def put(self, text: str) -> None:
-        """Put a text in place of the draft; ↑ brings a draft back that was not empty."""
+        """Replace the draft; ↑ brings back a draft that was not empty."""
         if self.text != text:
             self.remember(self.text)
         self._set(text)
@@ -83,7 +83,7 @@ class PromptArea(TextArea):
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
-        """Take the keys that mean something here; the editor's own handler sees the others next."""
+        """Handle keys with a meaning here; the editor's own handler gets the others next."""
         key = event.key
         hints = self.screen.query_one(Hints)
         if hints.display and key in ("up", "down", "tab") or (hints.display and key == "enter" and hints.takes_enter):
@@ -109,12 +109,12 @@ class PromptArea(TextArea):
             await self.screen.run_action("app.quit")
         elif key in ("pageup", "pagedown") or (key in ("home", "end") and not self.text):
             self._take(event)
-            await self.screen.run_action(f"scroll_to('{key}')")  # the transcript: the prompt has no use for it
+            await self.screen.run_action(f"scroll_to('{key}')")  # the transcript; the prompt does not use these keys
         elif self._at_edge(key) and self._recall(-1 if key == "up" else 1):
             self._take(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        # the editor's own handler runs next, with what is left
+        # the editor's own handler runs next, with the remaining text
         event.text = clean(event.text.replace("\r\n", "\n").replace("\r", "\n"))
         if path := dropped(event.text):
             event.stop()
@@ -141,7 +141,7 @@ class PromptArea(TextArea):
             return
         if (text := self.text).strip() or not text:
             self.remember(text)
-            self._set("")  # here: what is typed next may come before the message is heard
+            self._set("")  # now, because the next keys may come before the message is handled
             self.post_message(self.Sent(text))
 
     def _at_edge(self, key: str) -> bool:
@@ -158,7 +158,7 @@ class PromptArea(TextArea):
 
 
 class Hints(Static):
-    """What could be meant, over the transcript: nothing moves when it comes and goes."""
+    """Suggestions, drawn over the transcript so that nothing moves."""
 
     def __init__(self) -> None:
         super().__init__("", id="hints", markup=False)
@@ -166,7 +166,7 @@ class Hints(Static):
         self._rows: list[tuple[str, str]] = []
         self._at = 0
         self.typed = ""
-        self.spaced = False  # whether a chosen word is followed by a space
+        self.spaced = False  # whether a chosen word gets a space after it
         self.takes_enter = False
 
     @property
@@ -178,7 +178,7 @@ class Hints(Static):
         self._draw()
 
     def offer(self, text: str, rows: int) -> None:
-        """Look at what is in front of the cursor; `rows` is how many there is room for."""
+        """Look at the text before the cursor; `rows` is the room for suggestions."""
         self._rows, self.spaced, self.takes_enter = [], False, False
         if text.startswith("/") and not text.startswith("//") and " " not in text and "\n" not in text:
             found = matching(text)[:rows]
@@ -206,7 +206,7 @@ class Hints(Static):
 
 
 class Prompt(Vertical):
-    """The editor with its frame; files that go with the next message above."""
+    """The editor with its frame; files of the next message above it."""
 
     def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
         super().__init__()
@@ -222,17 +222,17 @@ class Prompt(Vertical):
         yield self.area
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
-        """Show what could be meant by what is in front of the cursor."""
+        """Update the suggestions for the text before the cursor."""
         area = event.text_area
         hints = self.screen.query_one(Hints)
         at_end = area.cursor_location == area.document.end
         below = self.outer_size.height + 1
-        room = self.screen.size.height - below - 3  # between the title and the prompt, without the frame
+        room = self.screen.size.height - below - 3  # between title and prompt, without the frame
         hints.offer(area.text if at_end and len(area.text) < 1000 else "", max(1, min(MAX_HINTS, room)))
         hints.styles.offset = (2, -below)
 
     def show(self, title: str, attachments: Sequence[Document], budget: str) -> None:
-        """What is queued or being edited, on the upper edge of the frame; above it the files and what they take."""
+        """Show `title` on the frame (queue length or editing), and the files with their budget above it."""
         if self.area.border_title != title:
             self.area.border_title = title
         files = self.query_one("#files", Static)

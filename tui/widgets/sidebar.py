@@ -1,4 +1,4 @@
-"""The list of saved chats: newest first under the days, narrowed by what is typed above it."""
+"""The list of saved chats, newest first, grouped by day and narrowed by the filter above."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 200
 
 
 class Sidebar(Vertical):
-    """Chats and their filter. Knows no database: the screen fills it, and hears what is typed and chosen."""
+    """Chats and their filter. Knows no database: the screen fills it and handles typing and choosing."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "screen.leave_chats"), ("down", "list")]
 
@@ -32,7 +32,7 @@ class Sidebar(Vertical):
         yield OptionList(markup=False, compact=True, id="chat-list")
 
     def show(self, chats: Sequence[SavedChat], now: str) -> None:
-        """Fill the list; `now` is the id of the chat on the screen."""
+        """Fill the list; `now` is the id of the current chat."""
         self._now = now
         listing = self.query_one(OptionList)
         listing.set_options(self._options(chats[:SHOWN]))
@@ -49,7 +49,7 @@ class Sidebar(Vertical):
             mark = "▌" if chat.id == self._now else " "
             yield Option(mark + fit(clean_line(chat.title) or "untitled", 60), id=chat.id)
         if not chats:
-            yield Option("nothing found" if self.query_one(Input).value else "no chats yet", disabled=True)
+            yield Option("no matches" if self.query_one(Input).value else "no chats yet", disabled=True)
 
     def focus_filter(self) -> None:
         box = self.query_one(Input)

@@ -1,4 +1,4 @@
-"""The line on top (what runs where) and the line at the bottom (what is going on, how full the context is)."""
+"""The top line (model and device) and the bottom line (activity and context use)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from localllm.conversation.tree import number
 from localllm.interface import Facts
 from localllm.terminal import cell_width, clean_line, fit, tokens_short
 
-WARN_SHARE = 0.8  # from here on the context meter is a warning
+WARN_SHARE = 0.8  # context use from which the meter warns
 
 
 @dataclass(slots=True)
 class State:
-    """What the status line says."""
+    """The contents of the status line."""
 
     text: str = "starting…"
     facts: Facts = field(default_factory=Facts)
@@ -27,7 +27,7 @@ class State:
     think: str = "auto"
     offline: bool = False
     unsaved: bool = False
-    api: str = ""  # where other programs reach this model
+    api: str = ""  # address for other programs
 
 
 def bar(share: float, cells: int = 10) -> str:
@@ -37,7 +37,7 @@ def bar(share: float, cells: int = 10) -> str:
 
 
 class _Line(Horizontal):
-    """Two sides. Nothing is drawn when nothing has changed."""
+    """A line with two sides, redrawn only when something has changed."""
 
     LEFT, RIGHT = "", ""
 
@@ -54,7 +54,7 @@ class _Line(Horizontal):
             return
         moves = self._shown is None or right != self._shown[1]
         self._shown = left, right
-        # the left side has all the room there is: only the right one moves anything
+        # the left side takes all remaining room, so only a change on the right moves anything
         self.query_one(f"#{self.LEFT}", Static).update(left, layout=moves)
         if moves:
             self.query_one(f"#{self.RIGHT}", Static).update(f"{right} ")
@@ -77,7 +77,7 @@ class TitleLine(_Line):
 
 
 def memory_meter(facts: Facts) -> str:
-    """'VRAM 14.0/24.0 GiB ▓▓▓▓▓▓░░░░': what is held of what was there for the model; "" where that is not known."""
+    """'VRAM 14.0/24.0 GiB ▓▓▓▓▓▓░░░░': held and available memory; "" when unknown."""
     if not facts.held_bytes or not facts.have_bytes:
         return ""
     kind = "VRAM" if facts.device.startswith("cuda") else "RAM"
@@ -86,12 +86,12 @@ def memory_meter(facts: Facts) -> str:
 
 
 class StatusLine(_Line):
-    """What is going on, the context meter, sampling on the left; keys on the right."""
+    """Activity, context meter and sampling on the left; keys on the right."""
 
     LEFT, RIGHT = "state", "keys"
 
     def show(self, state: State, keys: str) -> None:
-        """What does not fit is left out: the keys, then the end of the left side."""
+        """Show the state; for lack of room, keys are dropped first, then the end of the left side."""
         width = self.app.size.width
         wide = width >= 100
         parts = [Content(f" {state.text}")]
@@ -106,7 +106,7 @@ class StatusLine(_Line):
         if wide and state.think != "auto":
             parts.append(Content(f"think {state.think}"))
         if state.api:
-            parts.append(Content(f"api :{state.api.rsplit(':', 1)[-1]}"))  # the whole address was said, and is in F4
+            parts.append(Content(f"api :{state.api.rsplit(':', 1)[-1]}"))  # F4 shows the full address
         left = Content(" │ ").join(parts)
         while keys and cell_width(left.plain) + cell_width(keys) + 2 > width:
             keys = keys.partition(" · ")[2]

@@ -1,6 +1,6 @@
-"""The turns on the screen: mounts what is new, takes the oldest off and brings them back, says what the program says.
+"""The turns on screen: mounts new ones, removes the oldest and brings them back, shows notices.
 
-A hundred mounted answers make every key slow (1.9 s per resize), so only the last ones stay; `Conversation` keeps all.
+A hundred mounted answers slow down every key (1.9 s per resize), so only the last ones stay; `Conversation` keeps all.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from localllm.terminal import clean
 from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage, failure_text
 
-EARLIER_STEP = 5  # turns brought back at once
+EARLIER_STEP = 5  # turns brought back at a time
 
 
 class Transcript(VerticalScroll):
-    """What was said, newest below. `window` is how many messages stay on the screen."""
+    """The conversation, newest at the bottom. `window` is how many messages stay on screen."""
 
-    virtual_size = Reactive(Size(0, 0))  # as with all that grows in it: a new size needs no second layout
+    virtual_size = Reactive(Size(0, 0))  # like all growing widgets in it: a new size needs no second layout
 
     def __init__(self, conversation: Conversation, *, window: int, thinking: str) -> None:
         super().__init__(id="transcript")
@@ -39,7 +39,7 @@ class Transcript(VerticalScroll):
         self._window = max(2, (window + 1) // 2)
         self._thinking = thinking
         self._follows = False
-        self._first = 0  # the branch's number of the first turn that is mounted
+        self._first = 0  # index in the branch of the first mounted turn
 
     def compose(self) -> ComposeResult:
         earlier = Static("", id="earlier", markup=False)
@@ -64,23 +64,23 @@ class Transcript(VerticalScroll):
         await self._remove("LoadCard")
 
     async def _remove(self, widgets: str | Iterable[Widget]) -> None:
-        """Take off what stands here. A worker that ends meanwhile would cancel the tasks of the widgets as well
-        (Textual 8.2), and the program's end would fail on them."""
+        """Remove widgets. Shielded because a worker that ends meanwhile would also cancel the widgets' tasks
+        (Textual 8.2), and the program would fail on them when it exits."""
         await asyncio.shield(self.remove_children(widgets))
 
     def anchor(self, anchor: bool = True) -> None:
-        """Follow the end, once there is more than fits: Textual would move a short text to the bottom."""
+        """Follow the end, once the text is taller than the screen: Textual would move a short text to the bottom."""
         self._follows = anchor
         super().anchor(anchor and self.virtual_size.height > self.size.height)
 
     def watch_virtual_size(self, size: Size) -> None:
-        """There is more than fits now, or less."""
+        """Anchor or release when the text starts or stops being taller than the screen."""
         more = size.height > self.size.height
         if self._follows and more != self.is_anchored:
             super().anchor(more)
 
     async def add_question(self, exchange: Exchange) -> UserMessage:
-        """Show a question, follow the end again."""
+        """Show a question and follow the end again."""
         question = UserMessage(exchange)
         await self.mount(question)
         self.anchor()
@@ -94,7 +94,7 @@ class Transcript(VerticalScroll):
         return answer
 
     async def drop_answer(self, exchange: Exchange) -> UserMessage | None:
-        """Take an answer off, to be written anew under its question."""
+        """Remove an answer so that it can be written again under its question."""
         await self._remove([one for one in self.query(AssistantMessage) if one.exchange is exchange])
         return next((one for one in self.query(UserMessage) if one.exchange is exchange), None)
 
@@ -102,7 +102,7 @@ class Transcript(VerticalScroll):
         await self._remove([one for one in self.messages if one.exchange is exchange])
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
-        """Something from the program. `kind` is "" or "warning"."""
+        """Show a notice of the program. `kind` is "" or "warning"."""
         await self.mount(Notice(clean(text), markup=False, classes=kind and f"-{kind}"), after=after)
 
     async def fail(self, failed: Failed) -> None:
@@ -115,7 +115,7 @@ class Transcript(VerticalScroll):
         self._show_earlier_line()
 
     async def sync(self, conversation: Conversation | None = None) -> None:
-        """Show the branch as it is now: what still holds stays, the rest goes, what is missing comes."""
+        """Show the branch as it is now: keep matching turns, remove the rest, add missing ones."""
         self._conversation = conversation or self._conversation
         turns = self._conversation.exchanges
         both = takewhile(lambda pair: pair[0] is pair[1], zip(self._shown, turns[self._first :], strict=False))
@@ -137,7 +137,7 @@ class Transcript(VerticalScroll):
     async def _restored(self, exchange: Exchange, before: Widget | None = None) -> None:
         answer = AssistantMessage(exchange, self._thinking) if exchange.stop else None
         shown = UserMessage(exchange), *filter(None, (answer,))
-        await self.mount(*shown, before=before)  # together: in between, `before` could go
+        await self.mount(*shown, before=before)  # together: `before` could be removed in between
         if answer is not None:
             await answer.restore()
 
@@ -147,9 +147,9 @@ class Transcript(VerticalScroll):
                 one.set_branch(self._conversation.place(one.exchange, isinstance(one, UserMessage)))
 
     async def trim(self) -> None:
-        """Take the oldest finished turns off the screen."""
+        """Remove the oldest finished turns from the screen."""
         shown = self._shown
-        while len(shown) > self._window and shown[0].stop:  # else it waits, or is being written
+        while len(shown) > self._window and shown[0].stop:  # an unfinished turn waits or is being written
             self._first += 1
             await self.take_back(shown.pop(0))
         self._show_earlier_line()
@@ -159,7 +159,7 @@ class Transcript(VerticalScroll):
             await self.load_earlier()
 
     async def load_earlier(self) -> None:
-        """Bring some earlier turns back; the place one looks at stays."""
+        """Bring back some earlier turns, keeping the scroll position."""
         messages = self.messages
         if not messages or not self._first:
             return
@@ -167,7 +167,7 @@ class Transcript(VerticalScroll):
         start = max(0, self._first - EARLIER_STEP)
         with self.app.batch_update():
             for exchange in self._conversation.exchanges[start : self._first]:
-                if messages[0].parent is None:  # another conversation came meanwhile
+                if messages[0].parent is None:  # another conversation was opened in the meantime
                     return
                 await self._restored(exchange, before=messages[0])
         self._first = start
@@ -176,7 +176,7 @@ class Transcript(VerticalScroll):
         self.call_after_refresh(lambda: self.scroll_to(y=at + self.virtual_size.height - height, animate=False))
 
     async def reveal(self, exchange: Exchange) -> None:
-        """Bring turns back until this one is on the screen."""
+        """Bring back turns until this one is on screen."""
         turns = self._conversation.exchanges
         while exchange in turns and self._first > turns.index(exchange):
             await self.load_earlier()
@@ -184,4 +184,4 @@ class Transcript(VerticalScroll):
     def _show_earlier_line(self) -> None:
         line = self.query_one("#earlier", Static)
         line.display = self._first > 0
-        line.update(f"↑ {self._first:,} earlier: click or Home to show")
+        line.update(f"↑ {self._first:,} earlier: click or press Home to show")

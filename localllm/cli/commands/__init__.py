@@ -1,6 +1,6 @@
-"""The commands. `NAME.py` holds the command NAME; the first line of the file is its group and its line in `--help`.
+"""The commands. `NAME.py` holds the command NAME; the first line of that file is its group and its summary in `--help`.
 
-To add a command, add a file. `ORDER` only says in which order `--help` lists them; what it does not name comes last.
+To add a command, add a file. `ORDER` sets the order in `--help`; commands it does not name come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Listed(NamedTuple):
 
 
 def _listed() -> tuple[Listed, ...]:
-    """Every command, without importing any."""
+    """List every command without importing any of them."""
     found = []
     for path in Path(__file__).parent.glob("[a-z]*.py"):
         with path.open(encoding="utf-8") as file:

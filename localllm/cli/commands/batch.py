@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 )
 def batch(
     env: Env,
-    source: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Answers, appended; - is stdout.")],
+    source: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one per line.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Append answers to FILE; - is stdout.")],
     model: Annotated[str | None, Option(metavar="NAME", help="For requests that name no model.")] = None,
-    retry_failed: Annotated[bool, Option("--retry-failed", help="Ask again what ended in an error.")] = False,
+    retry_failed: Annotated[bool, Option("--retry-failed", help="Send requests that failed again.")] = False,
     parallel: Parallel = None,
     engine: EngineFlags = EngineFlags(),
 ) -> int:
-    """Answer a file of requests. Stopped at any moment, the same command goes on where it was.
+    """Answer a file of requests. After an interruption, the same command continues where it stopped.
 
-    Each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Models are those of
-    `localllm serve` without a name; a body without a model gets --model, or the default one.
+    Each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Any model that
+    `localllm serve` without a name offers can be used; a body without a model gets --model, or the default model.
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
     if str(output) == "-" and env.console.as_json:
-        raise ConfigError("-o - and --json both write to stdout", "leave out --json, or name a file: -o FILE")
+        raise ConfigError("-o - and --json both write to stdout", "drop --json, or name a file: -o FILE")
     config = engine.config(env, {"engine.max_parallel": parallel})
     from localllm.cli.commands.serve import here, new_pool, offered
     from localllm.server import Service, ServiceOptions
@@ -75,7 +75,7 @@ def batch(
     try:
         asyncio.run(run())
     except KeyboardInterrupt:
-        left = f"{counts.skipped + counts.done} of {counts.total} answered; the same command goes on"
+        left = f"{counts.skipped + counts.done} of {counts.total} answered; run the same command to continue"
         raise Aborted(f"stopped: {left}") from None
     finally:
         progress.close()
@@ -97,8 +97,8 @@ def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     told |= {"output": str(output), "answered": counts.done}
     if env.console.emit("batch/1", told | {"seconds": round(seconds, 3), "finished": int(time.time())}):
         return
-    failed = f", {counts.failed} of them with an error" if counts.failed else ""
-    skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""
+    failed = f", {counts.failed} of them failed" if counts.failed else ""
+    skipped = f"  ({counts.skipped} already answered)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
     answered = counted(counts.done, "request")
     where = "" if str(output) == "-" else f": {clean_line(str(output))}"

@@ -41,36 +41,36 @@ FORMS = ("table", "md", "csv", "json", "jsonl")
 def bench(
     env: Env,
     model: Model,
-    prompt_tokens: Annotated[int, Option("-p", metavar="N", min=1, help="Prompt length to read.")] = 512,
+    prompt_tokens: Annotated[int, Option("-p", metavar="N", min=1, help="Prompt length in tokens.")] = 512,
     output_tokens: Annotated[int, Option("-n", metavar="N", min=2, help="Tokens to generate.")] = 128,
-    depths: Annotated[str, Option("-d", metavar="N,N", help="Context already there: 0,4k.")] = "0",
+    depths: Annotated[str, Option("-d", metavar="N,N", help="Tokens already in the context: 0,4k.")] = "0",
     repeat: Annotated[int, Option("-r", metavar="N", min=1, max=100, help="Repetitions.")] = 3,
-    warmup: Annotated[int, Option(metavar="N", min=0, max=100, help="Runs not counted.")] = 1,
+    warmup: Annotated[int, Option(metavar="N", min=0, max=100, help="Warm-up runs, not counted.")] = 1,
     concurrency: Annotated[
-        str | None, Option(metavar="N,N", help="Sequences decoded, or requests sent, together: 1,4.")
+        str | None, Option(metavar="N,N", help="Sequences decoded (or requests sent) at once: 1,4.")
     ] = None,
     against: Annotated[
         str | None,
         Option(
             metavar="llama.cpp|ik_llama.cpp|transformers|URL",
-            help="Measure another engine in turns with ours.",
+            help="Alternate with another engine and compare.",
         ),
     ] = None,
     peer_python: Annotated[
-        Path | None, Option(metavar="PATH", help="Interpreter that has the other engine installed.")
+        Path | None, Option(metavar="PATH", help="Python that has the other engine installed.")
     ] = None,
-    key_file: Annotated[Path | None, Option(metavar="PATH", help="File with the key of --against URL.")] = None,
-    trace: Annotated[Path | None, Option(metavar="FILE", help="Write one step as a Chrome trace.")] = None,
+    key_file: Annotated[Path | None, Option(metavar="PATH", help="File with the API key for --against URL.")] = None,
+    trace: Annotated[Path | None, Option(metavar="FILE", help="Write a Chrome trace of one step.")] = None,
     load: LoadFlags = LoadFlags(),
-    output: Annotated[str, Option("-o", metavar="table|md|csv|json|jsonl", help="Form of the result.")] = "table",
+    output: Annotated[str, Option("-o", metavar="table|md|csv|json|jsonl", help="Output format.")] = "table",
     save: Annotated[bool, Option("--save/--no-save", help="Keep the result for the planner.")] = True,
-    check: Annotated[float | None, Option(metavar="TPS", help="Exit 11 when decoding is slower.")] = None,
+    check: Annotated[float | None, Option(metavar="TPS", help="Exit 11 if decoding is slower than this.")] = None,
 ) -> int:
-    """Measure prefill, decode and time to first token, as llama-bench does: medians with standard deviation.
+    """Measure prefill, decode and time to first token, like llama-bench: medians with standard deviation.
 
-    Beside llama.cpp or transformers both run the same tests on the same files, in turns. Beside a server both get
-    the same requests (chat: 512 tokens in, 128 out; agent: 256, 16), 1 to 32 at a time. The prompts are random
-    words, whose answers repeat, so no tokens are guessed unless --speculation or --draft asks for it.
+    Against llama.cpp or transformers, both engines run the same tests on the same files, alternating. Against a server,
+    both get the same requests (chat: 512 tokens in, 128 out; agent: 256 in, 16 out), 1 to 32 at a time. Prompts are
+    random words. Their answers repeat, so speculation stays off unless --speculation or --draft turns it on.
     """
     from localllm import bench as benches
     from localllm.bench.peer import PACKAGES
@@ -84,14 +84,14 @@ def bench(
             f"--against must be a URL or one of {', '.join(PACKAGES)}, not {against!r}", "--against llama.cpp"
         )
     streams = tuple(map(int, numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1, "1,4")))
-    behind = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
-    options = benches.BenchOptions(prompt_tokens, output_tokens, behind, repeat, warmup, streams)
+    depth_tokens = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
+    options = benches.BenchOptions(prompt_tokens, output_tokens, depth_tokens, repeat, warmup, streams)
     asked = load.settings() | {"engine.max_parallel": max(streams)}
     if load.speculation is None and load.draft is None:
-        # answers to random words repeat: with guesses smollm2 shows 400 to 650 tok/s, not 290
+        # answers to random words repeat: with speculation smollm2 shows 400 to 650 tok/s, not 290
         asked["engine.speculation"] = "off"
     config = env.settings(asked)
-    if config.engine.packed_store == "auto":  # what is written between two runs would take part in the second
+    if config.engine.packed_store == "auto":  # weights written to disk between two runs would slow the second one down
         config = env.settings(asked | {"engine.packed_store": 0})
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
@@ -102,7 +102,7 @@ def bench(
             from localllm.bench.trace import write_trace
 
             write_trace(llm, trace, benches.words(llm, random.Random(0), 16))
-            env.console.say(f"one decode step is in {clean_line(str(trace))}: open it in ui.perfetto.dev")
+            env.console.say(f"wrote one decode step to {clean_line(str(trace))}: open it in ui.perfetto.dev")
     result.command = shlex.join(["localllm", *sys.argv[1:]])
     if save and (result.rows or result.load):
         env.console.say(f"saved to {benches.save(result)}")
@@ -169,7 +169,7 @@ def _print(env: Env, result: BenchResult, form: str) -> None:
 
 
 def _record(result: BenchResult, index: int) -> dict[str, Any]:
-    """A test as a line of a CSV file."""
+    """Make one test a row of a CSV file."""
     row, peer = result.rows[index], result.peer
     record = {"model": Path(result.model).name} | picked(row, "test tps spread ttft_ms")
     if peer is not None:
@@ -186,7 +186,7 @@ def _test_cells(result: BenchResult, records: list[dict[str, Any]]) -> tuple[tup
     for r, row in zip(records, rows, strict=True):
         ratio = result.ratio(r["test"])
         row += [_rate(r, "peer_"), _ms(r["peer_ttft_ms"]), f"{ratio:.2f}" if ratio else ""]
-    return (*columns, f"{result.peer.name} tok/s", "TTFT there", "ratio"), rows
+    return (*columns, f"{result.peer.name} tok/s", "its TTFT", "ratio"), rows
 
 
 def _load_cells(records: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -215,6 +215,6 @@ def _notes(result: BenchResult) -> Sequence[str]:
     ]
     if result.peer is not None:
         theirs = " · ".join(f"{key} {value}" for key, value in result.peer.versions.items())
-        peak = f"peak {gib(result.peer.peak_rss_bytes)}" if result.peer.peak_rss_bytes else "peak not to be seen"
+        peak = f"peak {gib(result.peer.peak_rss_bytes)}" if result.peer.peak_rss_bytes else "peak unknown"
         lines.insert(2, " · ".join(part for part in (f"{result.peer.name}: {peak}", theirs) if part))
     return lines

@@ -20,7 +20,7 @@ from localllm.terminal import counted, gib, params_short, tokens_short
 
 
 class Entry(NamedTuple):
-    """A model of the catalogue on this machine."""
+    """A model of the catalogue, as planned for this machine."""
 
     best: fit.Best
     recommended: bool
@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 def catalog(
     env: Env,
     family: Annotated[str | None, Option(metavar="NAME", help="Only this family: qwen.")] = None,
-    fits: Annotated[bool, Option("--fits", help="Only what runs on the machine.")] = False,
+    fits: Annotated[bool, Option("--fits", help="Only models that run on this machine.")] = False,
     hardware: HardwareFlags = HardwareFlags(),
 ) -> int:
     """List every model of the catalogue with the file that suits this machine best, its context and its speed.
 
-    FITS is the largest context there is room for. ≈ is an estimate, ✓ was measured here. ★ marks the model to start
-    with, of a family the one that its name stands for: the choice of `chat`, `pull` and `plan`.
+    FITS is the largest context that fits. ≈ marks an estimate, ✓ a measurement made here. ★ marks the model to start
+    with; with --family, the one that the family's name selects in `chat`, `pull` and `plan`.
     """
     from localllm import hub
 
@@ -61,7 +61,7 @@ def catalog(
         env.console.table(head, [_cells(one) for one in entries], right=("PARAMS", "SIZE", "PREFILL"), spare=spare)
     place = "that machine" if imagined else "this machine"
     running = sum(one.fits for one in entries)
-    env.console.say(f"{counted(len(entries), 'model')}, {running} of them run on {place} · speeds in tokens per second")
+    env.console.say(f"{counted(len(entries), 'model')}, {running} run on {place} · speeds in tokens per second")
     if star := next((one for one in entries if one.recommended), None):
         env.console.say(f"Next: localllm plan {star.best.file.name}")
     return 0
@@ -72,12 +72,12 @@ def _family(name: str | None) -> str | None:
     if name is None or name.casefold() in known:
         return name and name.casefold()
     near = nearest(name, known)
-    hint = f"localllm catalog --family {near}" if near else "`localllm catalog` lists all of them"
-    raise ConfigError(f"no family {name!r} in the catalogue: it has {', '.join(known)}", hint)
+    hint = f"localllm catalog --family {near}" if near else "`localllm catalog` lists all models"
+    raise ConfigError(f"no family {name!r} in the catalogue: choose from {', '.join(known)}", hint)
 
 
 def _entries(family: str | None, planner: Planner, limit: catalogue.DownloadLimit | None) -> Iterator[Entry]:
-    """The models in the order of the catalogue; `limit` as for a family's name."""
+    """The models in catalogue order; `limit` is the download limit that applies to a family's name."""
     plans: fit.Plans = {}
     if family:
         choice = fit.recommended(family, planner, limit, plans)

@@ -46,8 +46,8 @@ def chat(
     env: Env,
     model: MaybeModel = None,
     prompt: Annotated[list[str] | None, Argument(metavar="[PROMPT...]", help="The first message.")] = None,
-    resume_last: Annotated[bool, Option("-c", "--continue", help="Go on with the last chat.")] = False,
-    resume: Annotated[str | None, Option(metavar="ID", help="Go on with this chat.")] = None,
+    resume_last: Annotated[bool, Option("-c", "--continue", help="Continue the last chat.")] = False,
+    resume: Annotated[str | None, Option(metavar="ID", help="Continue this chat.")] = None,
     system: System = None,
     preset: Preset = None,
     think: Think = None,
@@ -55,28 +55,28 @@ def chat(
         list[Path] | None,
         Option("-a", "--attach", metavar="PATH", help="A file, folder or picture for the first message."),
     ] = None,
-    plain: Annotated[bool, Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
-    web: Annotated[bool, Option("--web", help="In a browser on this machine.")] = False,
+    plain: Annotated[bool, Option("--plain", help="Line mode, for screen readers and dumb terminals.")] = False,
+    web: Annotated[bool, Option("--web", help="Chat in a browser on this machine.")] = False,
     attach_to: AttachTo = "auto",
     serve: Annotated[
         str | None,
-        Option(metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
+        Option(metavar=OPTIONAL_NUMBER, help="Also serve other programs, on this port."),
     ] = None,
     mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers whose tools the model may call.")] = None,
-    no_save: Annotated[bool, Option("--no-save", help="Keep this chat off the disk.")] = False,
+    no_save: Annotated[bool, Option("--no-save", help="Do not save this chat.")] = False,
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
     theme: Annotated[str | None, setting("ui.theme", "--theme", metavar="NAME")] = None,
     keys: Annotated[str | None, setting("ui.keys", "--keys")] = None,
-    list_keys: Annotated[bool, Option("--list-keys", help="Name what can be bound under [keys].")] = False,
-    no_mouse: Annotated[bool, Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
-    no_animations: Annotated[bool, Option("--no-animations", help="Nothing moves by itself.")] = False,
-    inline: Annotated[bool, Option("--inline", help="Below the prompt of the shell, not full-screen.")] = False,
+    list_keys: Annotated[bool, Option("--list-keys", help="List the keys that [keys] can rebind.")] = False,
+    no_mouse: Annotated[bool, Option("--no-mouse", help="Let the terminal handle the mouse.")] = False,
+    no_animations: Annotated[bool, Option("--no-animations", help="Turn animations off.")] = False,
+    inline: Annotated[bool, Option("--inline", help="Draw below the shell prompt instead of full-screen.")] = False,
 ) -> int:
     """Talk to a model. Without a name: the one used last, else a local one, else a small starter model.
 
-    Full-screen in a terminal; line mode with --plain, TERM=dumb, or when stderr is not a terminal. With standard input
-    piped, the whole input is one question and its answer is all that goes to stdout.
+    Full-screen in a terminal; line mode with --plain, with TERM=dumb, or when stderr is not a terminal. When standard
+    input is piped, all of it is one question, and only the answer goes to stdout.
     """
     flags = sampled.settings() | {"ui.theme": theme, "ui.keys": keys}
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
@@ -89,7 +89,7 @@ def chat(
     if list_keys:
         return _list_keys(env, config)
     if web and (other := [flag for flag, given in (("--plain", plain), ("--inline", inline)) if given]):
-        raise ConfigError(f"--web is a chat in a browser, {other[0]} one in a terminal", "leave one of them out")
+        raise ConfigError(f"--web opens a chat in a browser, {other[0]} in a terminal", "drop one of them")
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()))
     typed = in_tab() or is_tty(sys.stdin)
@@ -98,7 +98,7 @@ def chat(
     if not typed and not web:
         if mcp is not None:
             raise ConfigError(
-                "--mcp needs a terminal, where each call is agreed to", "localllm run MODEL --mcp FILE --yes-tools NAME"
+                "--mcp needs a terminal, where you approve each call", "localllm run MODEL --mcp FILE --yes-tools NAME"
             )
         chosen = preset_of(config, preset)
         sampling.given = chosen.sampling.given() | typed_or_else(config, preset)
@@ -128,13 +128,13 @@ def chat(
         if plain or dumb() or not env.console.err_tty:
             from localllm.cli.plain import talk
 
-            start.shares = False  # it never changes its model
+            start.shares = False  # line mode never changes its model
             return talk(env, config, start)
         return full_screen(env, config, start)
 
 
 def home(env: Env) -> int:
-    """`localllm` without words in a terminal: chats to continue, models to start."""
+    """Run `localllm` without arguments in a terminal: chats to continue, models to start."""
     start = new_start(env.config, Sampling(env.config.sampling.given()), env.config.chat.system)
     start.tools = toolbox(env, env.config, None)
     start.shares = wish_of(env, env.config, EngineFlags(), "auto") == "auto"
@@ -143,28 +143,28 @@ def home(env: Env) -> int:
 
 
 def once(env: Env, config: UserConfig, model: str | None, job: Job, attach: Sequence[Path]) -> int:
-    """Standard input is not a terminal: answer it as `run` does."""
+    """Answer piped standard input as `run` does."""
     from localllm.cli.commands.run import answer
     from localllm.conversation.documents import read_document
 
     job.documents = tuple(map(read_document, attach))
     job.stream = job.show_thinking = job.stats = env.console.out_tty
-    env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
+    env.console.say("stdin is not a terminal: answering once, like `localllm run`")
     return answer(env, config, model, job)
 
 
 def _port(typed: str | None, is_not_here: bool, attach_to: str) -> int | None:
-    """What --serve means. Raises ConfigError where there is no engine of this chat's own in this terminal."""
+    """Return the port that --serve names. Raises ConfigError where this terminal runs no engine of its own."""
     if typed is None:
         return OFF
     if is_not_here or attach_to not in ("auto", "off"):
-        raise ConfigError("--serve is for a chat in this terminal that runs its model itself", "localllm serve MODEL")
+        raise ConfigError("--serve needs a chat that runs its own model in this terminal", "localllm serve MODEL")
     try:
         port = parse_port(typed)
     except ConfigError:
         port = OFF
     if port == OFF:
-        raise ConfigError(f"--serve {typed}: not a port number", "localllm chat MODEL --serve 8000")
+        raise ConfigError(f"--serve must be a port number, not {typed}", "localllm chat MODEL --serve 8000")
     return port
 
 

@@ -30,10 +30,10 @@ def config(
     env: Env,
     action: Annotated[str, Argument(metavar="list|get|set|unset|path|edit|schema", help="What to do.")] = "list",
     key: Annotated[str | None, Argument(metavar="[KEY]", help="A setting, such as engine.ctx.")] = None,
-    value: Annotated[str | None, Argument(metavar="[VALUE]", help="For set.")] = None,
-    origin: Annotated[bool, Option("--origin", help="Where each value comes from.")] = False,
+    value: Annotated[str | None, Argument(metavar="[VALUE]", help="The new value, for set.")] = None,
+    origin: Annotated[bool, Option("--origin", help="Show where each value comes from.")] = False,
 ) -> int:
-    """Show and change settings. A flag wins over a variable, a variable over the file, the file over the default."""
+    """Show and change settings. Flags override environment variables, variables the file, and the file the defaults."""
     if action not in ACTIONS:
         raise _no_action(action, key)
     wanted = {"get": 1, "unset": 1, "set": 2}.get(action, 0)
@@ -41,7 +41,7 @@ def config(
     if given != wanted:
         names = " ".join(("KEY", "VALUE")[:wanted])
         raise ConfigError(
-            f"config {action} takes {names or 'no further words'}", f"localllm config {action} {names}".rstrip()
+            f"config {action} takes {names or 'no arguments'}", f"localllm config {action} {names}".rstrip()
         )
     file = env.options.config or settings_file()
     told: dict[str, Any] = {"file": str(file), "action": action}
@@ -64,12 +64,12 @@ def config(
 
 
 def _no_action(action: str, key: str | None) -> ConfigError:
-    """What was probably meant: a key alone is to be read, with a value to be written."""
+    """Guess what was meant: a key alone is to be read, a key with a value to be written."""
     if action in KEYS or action.split(".")[0] in TABLES:
         meant = f"localllm config set {action} {key}" if key is not None else f"localllm config get {action}"
-        return ConfigError(f"config {clean_line(action)}: what of it, get, set or unset?", meant)
+        return ConfigError(f"config {clean_line(action)}: say get, set or unset first", meant)
     near = nearest(action, ACTIONS)
-    known = f"did you mean {near}?" if near else f"there is {', '.join(ACTIONS)}"
+    known = f"did you mean {near}?" if near else f"it must be one of {', '.join(ACTIONS)}"
     return ConfigError(f"config {clean_line(action)}: {known}", f"localllm config {near or 'list'}")
 
 
@@ -111,13 +111,13 @@ def _get(env: Env, key: str, origin: bool) -> dict[str, Any]:
 
 
 def _change(env: Env, key: str, value: str | None, file: Path) -> None:
-    """Set a key, or remove it where there is no value."""
+    """Set a key; without a value, remove it."""
     if value is not None:
         parsed = set_key(key, value, file)
         env.console.say(f"{clean_line(key)} = {clean_line(_text(key, parsed))} in {file}")
         where = load_config(path=file).origin(key)
         if where.startswith("env "):
-            env.console.warn(f"{where[4:]} is set and wins over the file")
+            env.console.warn(f"{where[4:]} is set and overrides the file")
     elif unset_key(key, file):
         env.console.say(f"{clean_line(key)} removed from {file}")
     else:
@@ -129,15 +129,15 @@ def _change(env: Env, key: str, value: str | None, file: Path) -> None:
 def _edit(env: Env, file: Path) -> None:
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     if not editor:
-        raise ConfigError("neither VISUAL nor EDITOR is set", f"export EDITOR=nano, or edit {file} yourself")
+        raise ConfigError("neither VISUAL nor EDITOR is set", f"`export EDITOR=nano`, or edit {file} directly")
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        file.write_text("# see `localllm config schema` for every key\n", encoding="utf-8")
+        file.write_text("# `localllm config schema` lists every key\n", encoding="utf-8")
     try:
         code = subprocess.run([*shlex.split(editor), str(file)], check=False).returncode
     except OSError as error:
         raise ConfigError(f"{editor}: {error.strerror}", "set EDITOR to an editor that is installed") from None
     if code:
-        raise ConfigError(f"{editor} ended with {code}", f"edit {file} yourself")
+        raise ConfigError(f"{editor} exited with code {code}", f"edit {file} directly")
     for warning in load_config(path=file).warnings:
         env.console.warn(warning)

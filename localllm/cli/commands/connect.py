@@ -23,7 +23,7 @@ from localllm.terminal import clean, clean_line
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What is connected to."""
+    """The server that an app connects to."""
 
     url: str  # without a path
     model: str
@@ -31,12 +31,12 @@ class Server:
     needs_key: bool
 
 
-# connect.toml: name -> about, snippet and, where there are any, file and note
+# connect.toml: name -> about, snippet, and optionally file and note
 APPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def snippet(app: dict[str, str], server: Server) -> str:
-    """The settings of a program, with the server's values in the places that connect.toml leaves for them."""
+    """Return the settings for an app, with the server's values in the places that connect.toml leaves for them."""
     name = server.model
     plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[\w./-]+)*", name) and name.lower() not in ("true", "yes", "on", "null")
     quoted = json.dumps(name, ensure_ascii=False)
@@ -58,13 +58,13 @@ def connect(
     env: Env,
     app: Annotated[
         str | None,
-        Argument(metavar="[APP]", help="Which program; nothing lists them.", autocompletion=lambda: list(APPS)),
+        Argument(metavar="[APP]", help="The app; without one, list them.", autocompletion=lambda: list(APPS)),
     ] = None,
-    url: Annotated[str | None, Option(metavar="URL", help="The server; by default the one that runs.")] = None,
+    url: Annotated[str | None, Option(metavar="URL", help="The server; by default the one that is running.")] = None,
     model: Annotated[str | None, Option(metavar="NAME", help="The model; by default the server's first.")] = None,
-    copy: Annotated[bool, Option("--copy", help="Put the snippet on the clipboard, too.")] = False,
+    copy: Annotated[bool, Option("--copy", help="Also copy the snippet to the clipboard.")] = False,
 ) -> int:
-    """Print settings with which another program uses `localllm serve`, and the file they belong in."""
+    """Print the settings that connect another program to `localllm serve`, and the file they belong in."""
     if app is None:
         env.console.emit("connect/1", {"apps": {name: one["about"] for name, one in APPS.items()}})
         rows = [(n, a["about"], a.get("file", "–").split(" in ")[0]) for n, a in APPS.items()]
@@ -73,9 +73,7 @@ def connect(
     name = app.lower().replace("_", "-").replace(" ", "-")
     if name not in APPS:
         meant = f"; did you mean {near}?" if (near := nearest(name, APPS, 0.5)) else ""
-        raise ConfigError(
-            f"there are no settings for {clean_line(app)}{meant}", "`localllm connect` lists the programs"
-        )
+        raise ConfigError(f"no settings for {clean_line(app)}{meant}", "`localllm connect` lists the apps")
     one, server = APPS[name], _server(env, url, model)
     text, file, note = snippet(one, server), one.get("file"), one.get("note")
     fields = {"app": name, "file": file, "snippet": text, "note": note, "url": server.url, "model": server.model}
@@ -84,7 +82,7 @@ def connect(
     if file:
         env.console.say(f"# {file}")
     env.console.line(clean(text))
-    for line in (note, "put your key in the place of YOUR-KEY" if server.needs_key else ""):
+    for line in (note, "replace YOUR-KEY with your key" if server.needs_key else ""):
         if line:
             env.console.say(f"# {line}")
     if copy:
@@ -95,11 +93,11 @@ def connect(
 
 
 def _server(env: Env, url: str | None, model: str | None) -> Server:
-    """The server that was named or runs, with its first model; what the settings say where none answers."""
+    """The server that was named or is running, with its first model; else the one from the settings."""
     settings = env.config.server
     found = next((one for one in running() if one.url.startswith("http")), None)
     if url is not None:
-        base = _address(url)
+        base = _checked_address(url)
         token = next((one.token for one in running() if one.url == base), "")
     elif found is not None:
         base, token = found.url, found.token
@@ -107,9 +105,11 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
         env.console.say("# no server is running: localllm serve")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
         base, token = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", ""
-    needs_key, rows = _asked(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
+    needs_key, rows = (
+        _query_models(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
+    )
     if needs_key is None:
-        env.console.warn(f"nothing answers at {clean_line(base)} now: localllm serve")
+        env.console.warn(f"no server answers at {clean_line(base)}: localllm serve")
         needs_key = bool(settings.api_key_file)
     chosen: dict[str, Any] = next((row for row in rows if model in (None, row.get("id"))), {})
     if rows and not chosen:
@@ -119,7 +119,7 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
     return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key)
 
 
-def _address(url: str) -> str:
+def _checked_address(url: str) -> str:
     """The address of a server, without a path. Raises ConfigError."""
     from urllib.parse import urlsplit
 
@@ -131,13 +131,14 @@ def _address(url: str) -> str:
         sound = False
     if not sound or not base.isprintable() or any(mark in base for mark in " '\"\\$`?#"):
         raise ConfigError(
-            f"--url is {clean_line(url)!r}, expected an address such as http://127.0.0.1:8000", "`localllm ps` shows it"
+            f"--url must be an address such as http://127.0.0.1:8000, not {clean_line(url)!r}",
+            "`localllm ps` lists the servers",
         )
     return base
 
 
-def _asked(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
-    """(whether a key is needed, None where nothing answers; the models on offer)"""
+def _query_models(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
+    """Return (whether a key is needed, or None when no server answers; the models on offer)."""
     import httpx
 
     try:

@@ -29,14 +29,14 @@ FAILED = 11
 
 
 def _engines() -> list[str]:
-    """For the shell: what `--for` takes."""
+    """Completions for `--for`."""
     from localllm.doctor.engines import engine_names
 
     return engine_names()
 
 
 def _checks() -> list[str]:
-    """For the shell: groups of checks, then the checks."""
+    """Completions for `--only`: groups of checks, then the checks."""
     from localllm.doctor import CHECKS
 
     return [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
@@ -55,37 +55,37 @@ def _checks() -> list[str]:
 def doctor(
     env: Env,
     model: MaybeModel = None,
-    deep: Annotated[bool, Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
-    log: Annotated[str | None, Option(metavar="FILE|-", help="Explain an error text or log of any engine.")] = None,
+    deep: Annotated[bool, Option("--deep", help="Also measure bandwidth, kernels and disk; 20 s or more.")] = False,
+    log: Annotated[str | None, Option(metavar="FILE|-", help="Explain an error or log of any engine.")] = None,
     engine: Annotated[
         str | None,
         Option(
             "--for",
             metavar="ENGINE",
-            help="How to start vllm, sglang, tensorrt-llm, llama.cpp.",
+            help="Flags for vllm, sglang, tensorrt-llm or llama.cpp.",
             autocompletion=lambda incomplete: [name for name in _engines() if name.startswith(incomplete)],
         ),
     ] = None,
-    report: Annotated[bool, Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
-    apply: Annotated[bool, Option("--apply", help="Carry out what can be, each after asking.")] = False,
-    dry_run: Annotated[bool, Option("-n", "--dry-run", help="With --apply: only show.")] = False,
+    report: Annotated[bool, Option("--report", help="Write Markdown for an issue, without names or secrets.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Offer to run each fix, asking first.")] = False,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="With --apply: only show the fixes.")] = False,
     only: Annotated[
         str | None,
         Option(
             metavar="ID,...",
-            help="Only these checks, or groups of them.",
+            help="Only these checks or groups of checks.",
             autocompletion=lambda incomplete: [name for name in _checks() if name.startswith(incomplete)],
         ),
     ] = None,
-    strict: Annotated[bool, Option("--strict", help="Warnings fail too.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Fail on warnings as well.")] = False,
     kernels: Annotated[
-        bool, Option("--kernels", help="Kernels by op: for this card, or the one named (sm_75 ... sm_121, cpu).")
+        bool, Option("--kernels", help="Kernels by op, for this card or a named one (sm_75 ... sm_121, cpu).")
     ] = False,
-    listing: Annotated[bool, Option("--list", help="Name the checks.")] = False,
+    listing: Annotated[bool, Option("--list", help="List the checks.")] = False,
 ) -> int:
-    """Check hardware, software and settings; every finding comes with its cure. With a model, check that instead.
+    """Check hardware, software and settings; every finding comes with a fix. With a model, check that model instead.
 
-    Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch, but for --deep.
+    Exits 0 even with warnings, 11 on a failure. Without --deep it takes under two seconds and does not load torch.
     """
     from localllm import doctor as checks
 
@@ -96,9 +96,9 @@ def doctor(
     if len(wished) > 1:
         raise ConfigError(f"{' and '.join(wished)} cannot be combined", f"localllm doctor {wished[0]}")
     if dry_run and not apply:
-        raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
+        raise ConfigError("--dry-run needs --apply", "localllm doctor --apply --dry-run")
     if report and env.console.as_json:
-        raise ConfigError("--report is Markdown, --json is JSON", "localllm doctor --report")
+        raise ConfigError("--report writes Markdown, --json writes JSON: choose one", "localllm doctor --report")
     if listing:
         env.console.emit("checks/1", {"checks": [{"id": i, "group": checks.GROUP_OF[i]} for i in checks.CHECKS]})
         env.console.line("\n".join(checks.CHECKS))
@@ -140,7 +140,7 @@ def doctor(
 
 
 def _advice(env: Env, survey: Survey) -> list[Advice]:
-    """By the defaults where the settings cannot be read: `config.valid` says so, and nothing found is kept back."""
+    """Advise by the defaults when the settings cannot be read: `config.valid` reports that, and no finding is lost."""
     try:
         config = env.config
     except ConfigError:
@@ -158,7 +158,7 @@ def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
 
 
 def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:
-    """Measure, saying what is measured; Ctrl-C ends it, and what was measured stays."""
+    """Measure, naming each measurement as it starts. Ctrl-C ends the run and keeps the results so far."""
     from localllm.doctor.probes import deep_checks, probes
 
     console = env.console
@@ -189,7 +189,7 @@ def _kernels(env: Env, card: str | None) -> int:
     cells = [(r["op"], r["impl"], *(f"{r[n]:,}" for n in numbers), r["mma"], r["reason"]) for r in rows]
     console.table(columns, cells, right=columns[2:5])
     missing = sum(bool(row["reason"]) for row in rows)
-    console.say(f"sm_{capability}: {len(rows)} kernels{f', {missing} of them not available' if missing else ''}")
+    console.say(f"sm_{capability}: {len(rows)} kernels{f', {missing} of them unavailable' if missing else ''}")
     return 0
 
 
@@ -202,13 +202,15 @@ def _log(env: Env, source: str, survey: Survey) -> int:
 
 
 def read_log(source: str) -> str:
-    """An error text: a file, or stdin for "-"; escapes of terminals and redrawn lines taken out.
+    """Read an error message or log from a file, or from stdin for "-", without terminal escapes and redrawn lines.
 
-    Raises ConfigError when it cannot be read or holds nothing.
+    Raises ConfigError when it cannot be read or is empty.
     """
     if source == "-":
         if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError("--log - reads the text from stdin", "vllm serve ... 2>&1 | localllm doctor --log -")
+            raise ConfigError(
+                "--log - reads from stdin, but it is a terminal", "vllm serve 2>&1 | localllm doctor --log -"
+            )
         data = sys.stdin.buffer.read()
     else:
         try:
@@ -217,12 +219,14 @@ def read_log(source: str) -> str:
                 file.seek(max(0, size - MAX_LOG_BYTES))
                 data = file.read()
         except OSError as error:
-            raise ConfigError(f"--log: {source} cannot be read: {error.strerror}", "name a log file, or -") from None
+            raise ConfigError(
+                f"--log: {source} cannot be read: {error.strerror}", "pass a log file, or - for stdin"
+            ) from None
     text = data[-MAX_LOG_BYTES:].decode(errors="replace")
     text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)", "", text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise ConfigError("--log: there is no text to explain", "localllm doctor --log server.log")
+        raise ConfigError("--log: the text is empty", "localllm doctor --log server.log")
     return text
 
 
@@ -251,13 +255,13 @@ def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> 
         if one.kind not in ("command", "root") or dry_run:
             continue
         if one.kind == "root" and env.options.yes and os.geteuid():
-            console.say(f"left out, because it needs the administrator: {one.command}")
+            console.say(f"skipped because it needs root: {one.command}")
             continue
         if not console.confirm(f"Run `{one.command}`?", default=False):
             continue
         code = repair.run(one)
         done.append({"check": one.check_id, "command": one.command, "code": code})
-        console.say(f"{one.command}: {'done' if code == 0 else f'ended with code {code}'}")
+        console.say(f"{one.command}: {'done' if code == 0 else f'exited with code {code}'}")
     listed = [picked(one, "title command kind") | {"check": one.check_id} for one in found]
     console.emit("repair/1", {"dry_run": dry_run, "actions": listed, "diff": diff, "done": done})
     return FAILED if any(one["code"] for one in done) else 0

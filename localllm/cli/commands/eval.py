@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from localllm.quality.evaluate import Quality
 
 
-# column -> what was measured, how it is written
+# column -> (field, number format)
 MEASURES = {
     "PERPLEXITY": ("perplexity", ".3f"), "REFERENCE": ("reference_perplexity", ".3f"), "KL MEAN": ("kl_mean", ".5f"),
     "P99": ("kl_p99", ".4f"), "P99.9": ("kl_p999", ".4f"), "SAME TOP TOKEN": ("agreement", ".2%"),
@@ -37,17 +37,17 @@ def eval(  # noqa: A001
     env: Env,
     model: Model,
     against: Annotated[
-        str | None, Option(metavar="REF", help="The better version; else itself, computed exactly.")
+        str | None, Option(metavar="REF", help="Reference model; by default the same model in float32.")
     ] = None,
-    text: Annotated[Path | None, Option(metavar="FILE", help="What both read.")] = None,
-    tokens: Annotated[int, Option(metavar="N", min=64, help="How much of the text.")] = 4096,
-    quant: Annotated[str, Option(metavar="Q,Q", help="Weight formats: auto is as stored.")] = "auto",
+    text: Annotated[Path | None, Option(metavar="FILE", help="Text that both models read.")] = None,
+    tokens: Annotated[int, Option(metavar="N", min=64, help="Tokens of the text to use.")] = 4096,
+    quant: Annotated[str, Option(metavar="Q,Q", help="Weight formats; auto keeps the stored one.")] = "auto",
     kv: Annotated[str, Option(metavar="KV,KV", help="KV formats: auto,bf16,fp16,int8,fp8.")] = "auto",
     save: Annotated[bool, Option("--save/--no-save", help="Keep the result for ls, plan and chat.")] = True,
 ) -> int:
-    """Measure quality: perplexity, and how far the answers' distribution is from the reference's (KL), tail included.
+    """Measure quality: perplexity, and the KL divergence from the reference's token distribution, including its tail.
 
-    Without --against the reference is the same model in float32 with float32 keys and values.
+    Without --against the reference is the same model in float32, with float32 keys and values.
     """
     from localllm.plan.memory import TARGET_BYTES
     from localllm.quality.evaluate import save as keep
@@ -71,7 +71,7 @@ def _list(text: str) -> list[str]:
 def compare(
     env: Env, model: str, against: str | None, text: Path | None, tokens: int, quants: list[str], kvs: list[str]
 ) -> list[Quality]:
-    """One row per weight and KV format."""
+    """Evaluate every combination of weight and KV format, one row each."""
     from localllm.llm.llm import LLM
     from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
@@ -80,7 +80,7 @@ def compare(
     base = str(local(env, env.config, against).path) if against is not None else path
     ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
     options = replace(env.config.engine, ctx=ctx, max_parallel=1)
-    # as stored, whatever fits better: what is measured against something smaller would look better than it is
+    # keep the stored weights even if smaller ones fit better: a weaker reference would flatter the model under test
     exact = replace(options, dtype="float32", kv="f32", quant="", activations="auto")
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
@@ -109,7 +109,7 @@ def _max_context(path: str) -> int:
 
 
 def print_table(env: Env, found: list[Quality]) -> None:
-    """The rows, for people."""
+    """Print the rows as a table."""
     rows = []
     for q in found:
         values = [(getattr(q, name), form) for name, form in MEASURES.values()]

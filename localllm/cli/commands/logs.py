@@ -34,21 +34,19 @@ def logs(
     what: Annotated[
         list[str] | None, Argument(metavar="[ID|WORDS|FILE...]", help="Which chats, or what to look for.")
     ] = None,
-    limit: Annotated[int, Option("-n", "--limit", metavar="N", min=1, help="Rows at most.")] = 20,
-    form: Annotated[str, Option("--format", metavar="md|json|html", help="Of an export.")] = "md",
-    output: Annotated[
-        Path | None, Option("-o", "--output", metavar="FILE", help="Where to write; - is stdout.")
-    ] = None,
-    reasoning: Annotated[bool, Option("--reasoning", help="Show the thinking too.")] = False,
+    limit: Annotated[int, Option("-n", "--limit", metavar="N", min=1, help="Maximum number of rows.")] = 20,
+    form: Annotated[str, Option("--format", metavar="md|json|html", help="Export format.")] = "md",
+    output: Annotated[Path | None, Option("-o", "--output", metavar="FILE", help="File to write; - is stdout.")] = None,
+    reasoning: Annotated[bool, Option("--reasoning", help="Include the thinking.")] = False,
 ) -> int:
-    """List, search, show, export and remove saved chats; import those of ChatGPT and Open WebUI.
+    """List, search, show, export and remove saved chats; import chats from ChatGPT and Open WebUI.
 
-    A chat is named by the beginning of its id; `last` is the one changed last.
+    Refer to a chat by the first characters of its id; `last` is the one changed last.
     """
     from localllm.history.store import History
 
     if action not in ACTIONS:
-        raise ConfigError(f"logs {action}: must be one of {', '.join(ACTIONS)}", "localllm logs list")
+        raise ConfigError(f"logs {action}: the action must be one of {', '.join(ACTIONS)}", "localllm logs list")
     words = list(what or [])
     if action != "list" and not words:
         needed = {"search": "words", "import": "a file"}.get(action, "an id")
@@ -73,7 +71,7 @@ def logs(
 
 
 def row(chat: SavedChat) -> dict[str, Any]:
-    """A chat in JSON."""
+    """A chat as JSON."""
     times = {"created": iso(chat.created), "updated": iso(chat.updated)}
     return picked(chat, "id title model") | times | {"messages": chat.num_messages}
 
@@ -84,7 +82,7 @@ def _list(env: Env, history: History, query: str, limit: int) -> None:
     if console.emit("logs/1", {"chats": [row(chat) for chat in chats]}):
         return
     if not chats:
-        console.say(f"nothing found for {clean_line(query)}" if query else "no saved chats yet: localllm chat")
+        console.say(f"no chat matches {clean_line(query)}" if query else "no saved chats yet: localllm chat")
         return
     cells = [
         (chat.id[:SHOWN_ID], _when(chat.updated), _title(chat), str(chat.num_messages), fit(clean_line(chat.model), 30))
@@ -109,7 +107,7 @@ def _search(env: Env, history: History, query: str, limit: int) -> None:
     if console.emit("logs/1", {"query": query, "hits": rows}):
         return
     if not hits:
-        console.say(f"nothing found for {clean_line(query)}")
+        console.say(f"no message matches {clean_line(query)}")
     for hit in hits:
         head = f"{hit.chat_id[:SHOWN_ID]}  {_when(hit.created)}  {fit(clean_line(hit.title), 60)}"
         console.line(console.style(head, "dim"))
@@ -117,7 +115,7 @@ def _search(env: Env, history: History, query: str, limit: int) -> None:
 
 
 def _marked(env: Env, snippet: str) -> str:
-    """The words that were found in bold."""
+    """The snippet with the matching words in bold."""
     parts = (clean(part).replace("\n", " ") for part in re.split("[\x02\x03]", snippet))
     return "".join(env.console.style(part, "bold") if n % 2 else part for n, part in enumerate(parts)).strip()
 
@@ -126,7 +124,7 @@ def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -
     from localllm.history.export import as_json, as_markdown
 
     if env.console.as_json and len(chats) > 1:
-        raise ConfigError("--json shows one chat", "localllm logs show ID --json")
+        raise ConfigError("--json shows one chat at a time", "localllm logs show ID --json")
     for chat in chats:
         messages = history.messages(chat.id)
         if not env.console.emit("logs/1", {"chat": as_json(chat, messages)}):
@@ -141,9 +139,9 @@ def _export(
     one_of("--format", form, FORMATS, "--format md")
     to_stdout = output is None or str(output) == "-"
     if form != "md" and len(chats) > 1:
-        raise ConfigError(f"--format {form} holds one chat", "export them one by one, or with --format md")
+        raise ConfigError(f"--format {form} exports one chat at a time", "export them one by one, or use --format md")
     if env.console.as_json and to_stdout:
-        raise ConfigError("an export on stdout leaves no room for --json", "`localllm logs show ID --json`, or -o FILE")
+        raise ConfigError("the export and --json both write to stdout", "`localllm logs show ID --json`, or -o FILE")
     pages = []
     for chat in chats:
         messages = history.messages(chat.id)
@@ -155,13 +153,13 @@ def _export(
         return
     target = output.expanduser()
     if target.exists() and not env.options.yes:
-        raise ConfigError(f"{target} is there already", f"choose another name, or pass -y to replace {target}")
+        raise ConfigError(f"{target} already exists", f"choose another name, or pass -y to replace {target}")
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}", "choose another place") from None
+        raise ConfigError(f"{target} cannot be written: {error.strerror}", "choose another path") from None
     if not env.console.emit("logs/1", {"output": str(target)}):
-        env.console.say(f"written to {clean_line(str(target))}")
+        env.console.say(f"wrote {clean_line(str(target))}")
 
 
 def _import(env: Env, history: History, files: list[str]) -> None:
@@ -173,7 +171,7 @@ def _import(env: Env, history: History, files: list[str]) -> None:
         imported += len(found.chats)
         for chat, messages in found.chats:
             history.save(chat, messages)
-        skipped = f", {found.num_skipped} could not be read" if found.num_skipped else ""
+        skipped = f", {found.num_skipped} unreadable" if found.num_skipped else ""
         env.console.say(f"{counted(len(found.chats), 'chat')} from {found.source}{skipped}")
     if not env.console.emit("logs/1", {"imported": imported}):
         env.console.say("Next: localllm logs list")

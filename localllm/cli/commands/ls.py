@@ -33,12 +33,12 @@ SORTS: dict[str, Callable[[LocalModel], Any]] = {
 @command("localllm ls", "localllm ls --all", "localllm ls --json | jq -r '.models[].id'")
 def ls(
     env: Env,
-    everything: Annotated[bool, Option("--all", help="Also damaged models and those this version cannot run.")] = False,
-    sort: Annotated[str, Option(metavar="name|size|params|used", help="Order.")] = "name",
+    everything: Annotated[bool, Option("--all", help="Include damaged and unsupported models.")] = False,
+    sort: Annotated[str, Option(metavar="name|size|params|used", help="Sort order.")] = "name",
 ) -> int:
-    """List the models on this machine, whether they fit, and how fast they should be.
+    """List the models on this machine, whether they fit, and how fast they should run.
 
-    CTX is the model's own limit, FITS the largest context there is room for.
+    CTX is the model's own limit, FITS the largest context that fits.
     """
     from localllm import hub
     from localllm.checkpoint.packed_file import stored_packs
@@ -55,7 +55,7 @@ def ls(
     facts = {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "packed_bytes": packed}
     if console.emit("ls/1", facts | {"models": rows}):
         return 0
-    total = sum({m.path: m.size_bytes for m in shown}.values())  # two names of Ollama's may share a file
+    total = sum({m.path: m.size_bytes for m in shown}.values())  # two of Ollama's names may share a file
     place = clean_line(home_short(hub.cache.hub_dir()))
     console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free for downloads in {place}")
     if shown:
@@ -64,16 +64,16 @@ def ls(
         console.table(columns, cells, right=columns[1:2] + columns[3:5], spare=("USED", "", "PARAMS", "CTX", "FORMAT"))
     hidden = len(found) - len(shown)
     if hidden:
-        console.say(f"{hidden} more cannot be run: localllm ls --all")
+        console.say(f"{hidden} more cannot run: localllm ls --all")
     if packed:
-        console.say(f"{gib(packed)} of weights are kept as the CPU reads them, for faster starts: localllm rm --packed")
+        console.say(f"{gib(packed)} of repacked weights are kept for faster starts on the CPU: localllm rm --packed")
     if not found:
         console.say("Next: localllm pull smollm2")
     return 0
 
 
 def _plan(model: LocalModel, planner: Planner) -> tuple[Plan | None, str]:
-    """(the plan, why there is none)"""
+    """Return (the plan, the reason why there is none)."""
     if model.facts is None or not model.supported:
         return None, model.reason
     try:
@@ -92,7 +92,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
     if (model.path / hub.local_model.QUANTIZED).is_file():
         note = "quantized here"
     if not model.chat:
-        kind = "embeds text" if model.facts is not None and model.facts.pooling else "base model"
+        kind = "embedding model" if model.facts is not None and model.facts.pooling else "base model"
         note = f"{note}, {kind}" if note else kind
     quality = quality_note(model.path, made.kv)
     return (

@@ -50,26 +50,28 @@ def plan(
     env: Env,
     models: Annotated[
         list[str] | None,
-        model_argument("[MODEL...]", "Models, or families such as qwen; what is here without a name."),
+        model_argument("[MODEL...]", "Models or families (qwen); by default those on this machine."),
     ] = None,
-    ctx: Annotated[str | None, Option(metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")] = None,
-    quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
+    ctx: Annotated[str | None, Option(metavar="N,N", help="Context windows to plan for: 8k,32k, max, auto.")] = None,
+    quant: Annotated[str | None, Option(metavar="Q", help="Only files in this format: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
     draft: Draft = None,
     mmproj: Mmproj = None,
     experts: Experts = None,
     tensor_parallel: TensorParallel = None,
     split: Split = None,
-    batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
+    batch: Annotated[
+        int | None, Option(metavar="N", min=1, max=1024, help="Requests computed at the same time.")
+    ] = None,
     hardware: HardwareFlags = HardwareFlags(),
-    target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
+    target_tps: Annotated[float, Option(metavar="N", min=0, help="Give ★ only to models at least this fast.")] = 0.0,
     every: Annotated[bool, Option("--all", help="Every file of a model, not just the best one.")] = False,
 ) -> int:
-    """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit, 12 when this
-    version cannot run it.
+    """Say what fits: memory, context and expected speed. Exits 5 when a named model does not fit, 12 when this version
+    cannot run it.
 
-    ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this
-    machine, while it answered or by `localllm bench`, which also corrects the estimates of other models. -v prints the
+    ≈ marks an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ marks a speed measured on
+    this machine, in use or by `localllm bench`, which also corrects the estimates for other models. -v prints the
     formulas with their numbers.
     """
     from localllm import hub
@@ -85,9 +87,11 @@ def plan(
         planner = fit.with_draft(planner)
     limit = None if imagined else hub.download_limit(config)
     with ExitStack() as stack:
-        subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]
+        subjects = [
+            s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _has_format(s, quant)
+        ]
         if quant and not subjects:
-            raise ConfigError(f"nothing here is stored as {quant}", "leave --quant out to see what there is")
+            raise ConfigError(f"none of these models is stored as {quant}", "drop --quant to see the formats there are")
         rows = tuple(_row(s, window, planner) for s in subjects for window in windows)
         options = _options(subjects, planner)
         advised = _advised(options, models, planner, limit, target_tps)
@@ -112,7 +116,7 @@ def _subjects(
     limit: DownloadLimit | None,
     stack: ExitStack,
 ) -> Iterator[Subject]:
-    """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
+    """The models that the names refer to; without names, the local ones, then the best of each family not held here."""
     from localllm import hub
     from localllm.hub import catalog
     from localllm.plan import fit
@@ -165,7 +169,7 @@ def _candidates(members: Iterable[Candidate], asked: str, held: Mapping[str, Pat
             )  # fmt: skip
 
 
-def _same(subject: Subject, quant: str) -> bool:
+def _has_format(subject: Subject, quant: str) -> bool:
     wanted = quant.casefold()
     kinds = {"int4": ("awq", "gptq", "int4", "q4"), "w4a16": ("awq", "gptq", "int4")}.get(wanted, (wanted,))
     return any(kind in subject.quant.casefold() for kind in kinds)
@@ -187,7 +191,7 @@ def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
 
 
 def _options(subjects: Iterable[Subject], planner: Planner) -> dict[Subject, fit.Option]:
-    """Each subject as it would be started."""
+    """Plan each subject with the options it would be started with."""
     from localllm.plan import fit
 
     found = {}
@@ -205,7 +209,7 @@ def _advised(
     limit: DownloadLimit | None,
     target_tps: float,
 ) -> dict[str, Subject]:
-    """What to take (`best`) by the rule of `chat` and `pull`, and what else may be wanted (`fast`, `largest`)."""
+    """Pick what to take (`best`) by the rule of `chat` and `pull`, and alternatives (`fast`, `largest`)."""
     from localllm.hub import catalog
     from localllm.plan import fit
 
@@ -228,7 +232,7 @@ def _advised(
 def _star(
     advised: Mapping[str, Subject], options: Mapping[Subject, fit.Option], rows: tuple[Row, ...], planner: Planner
 ) -> Row | None:
-    """The row to take: at a window that was asked for, else as it would be started."""
+    """The recommended row: at a requested window, else with the options it would be started with."""
     best = advised.get("best")
     if best is None:
         return None
@@ -239,7 +243,7 @@ def _star(
 def _best_files(
     subjects: Iterable[Subject], options: Mapping[Subject, fit.Option], advised: Mapping[str, Subject]
 ) -> list[Subject]:
-    """One file of each model, what to take first, then by size; base models and what is here stay."""
+    """One file per model: the advised ones first, then local ones, then by size; every local file is kept."""
     best: dict[str, Subject] = {}
     value = lambda s: (options[s].plan.fits, options[s].worth) if s in options else (False, -math.inf)  # noqa: E731
     for subject in subjects:
@@ -260,7 +264,7 @@ def _hints(
     limit: DownloadLimit | None,
     gpu: str | None,
 ) -> Iterator[str]:
-    """What else there is: a faster and a larger one, what a limit left out, newer models, other sizes of the card."""
+    """Yield alternatives: a faster and a larger model, one over the download limit, newer models, other card sizes."""
     from localllm.device.imagined import other_sizes
     from localllm.hub import catalog
 
@@ -276,22 +280,22 @@ def _hints(
         over = [s for s in options if limit and s.asked == name and s.download_bytes > limit.num_bytes]
         over = [s for s in over if options[s].plan.fits and name.casefold() in catalog.families()]
         if over and best and options[missed := max(over, key=lambda s: options[s].worth)].worth > options[best].worth:
-            yield f"{missed.shown} {missed.quant} is left out: its download is over the limit of {limit}"
+            yield f"{missed.shown} {missed.quant} is left out: its download exceeds the limit of {limit}"
         when = best.entry.released if best and best.entry else ""
         ranked = sorted(members, key=lambda c: (c.released, c.strength), reverse=True)
         newer = {c.name: c.title for c in ranked if c.needs and c.released > when}
         if newer and best and best.entry:
-            yield f"{best.entry.title} is of {when}; newer, for other engines: {', '.join([*newer.values()][:4])}"
+            yield f"{best.entry.title} dates from {when}; newer, for other engines: {', '.join([*newer.values()][:4])}"
         if newer:
             name, title = next(iter(newer.items()))
             yield f"this version cannot run {title}; how to start it elsewhere: localllm doctor --for llama.cpp {name}"
     if sizes := other_sizes(gpu):
         listed = ", ".join(f"--vram {size:g}G" for size in sizes)
-        yield f"this card is sold with other sizes, too: {listed}"
+        yield f"this card also comes with other memory sizes: {listed}"
 
 
 def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
-    """What the first of the models would be on all cards together, by either way to divide it."""
+    """Yield what the first model needs on all cards together, for each way to split it."""
     from localllm.plan.placement import unusable
 
     machine, options = planner.machine, planner.options
@@ -323,7 +327,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
     base["alternatives"] = [{"cmd": command, "note": note} for command, note in row.fixes]
     if made is None:
         return base | {"ctx": row.wished, "reasons": []}
-    pool = made.kv_bytes - made.sequence_bytes if row.fits else 0  # what is left becomes room for more requests
+    pool = made.kv_bytes - made.sequence_bytes if row.fits else 0  # memory left over holds pages for more requests
     return base | {
         **picked(made, "device ctx kv have_bytes max_ctx"),
         "need_bytes": made.least_bytes if row.fits else made.need_bytes,

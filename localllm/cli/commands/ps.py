@@ -14,7 +14,7 @@ from localllm.terminal import clean_line, gib, rate, seconds_short
 
 @command("localllm ps", "localllm ps --json")
 def ps(env: Env) -> int:
-    """What is loaded, where, and how busy it is: servers and chats of this user, and who else uses a GPU."""
+    """Show what is loaded, where, and how busy it is: this user's servers and chats, and other GPU processes."""
     rows = [row for one in running() for row in _rows(one)]
     others = _others({one.pid for one in running()})
     kept = sum(file.num_bytes for file in stored_files())
@@ -25,17 +25,17 @@ def ps(env: Env) -> int:
         spare = ("TTL", "UP", "SPEED", "DEVICE", "MEMORY")
         env.console.table(columns, [_cells(row) for row in rows], right=("PID", "MEMORY"), spare=spare)
     else:
-        env.console.say("nothing runs: localllm serve, or localllm chat")
+        env.console.say("nothing is running: localllm serve, or localllm chat")
     for other in others:
         name = clean_line(other["name"] or "a process")
         env.console.line(f"other processes on GPU {other['gpu']}: {name} (pid {other['pid']}) {gib(other['bytes'])}")
     if kept:
-        env.console.line(f"pages of conversations on the disk: {gib(kept)}")
+        env.console.line(f"conversation pages on disk: {gib(kept)}")
     return 0
 
 
 def _rows(one: Running) -> list[dict[str, Any]]:
-    """One row per loaded model; one for a process that has none or says nothing."""
+    """One row per loaded model; one row for a process that has none or does not answer."""
     up = max(0.0, time.time() - one.started)
     base = {"pid": one.pid, "kind": one.kind, "url": one.url or None, "up_s": round(up, 1)}
     told = ask(one, "GET", "/localllm/ps") if one.kind == "serve" and one.url else None
@@ -51,7 +51,7 @@ def _rows(one: Running) -> list[dict[str, Any]]:
     return rows or [base | {"model": "", "state": "draining" if told.get("draining") else "idle"}]
 
 
-_STATES: dict[Any, str] = {None: "–", "unknown": "–"}  # state -> how it reads where that is not the word itself
+_STATES: dict[Any, str] = {None: "–", "unknown": "–"}  # state -> its text, where that is not the state itself
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

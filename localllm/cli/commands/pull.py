@@ -35,20 +35,20 @@ WEIGHTS = (".gguf", ".safetensors")
 def pull(
     env: Env,
     models: Models,
-    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
-    repair: Annotated[bool, Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Show what would be downloaded.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Verify local files again and fetch bad ones.")] = False,
     revision: Annotated[str | None, Option(metavar="REV", help="A branch, tag or commit.")] = None,
-    quant: Annotated[str | None, Option(metavar="Q", help="Which quantization, such as Q4_K_M.")] = None,
-    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files of these names; repeatable.")] = None,
-    exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No files of these names; repeatable.")] = None,
-    workers: Annotated[int, Option("--max-workers", metavar="N", min=1, max=16, help="Files at a time.")] = 4,
+    quant: Annotated[str | None, Option(metavar="Q", help="Quantization, such as Q4_K_M.")] = None,
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files that match; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="Skip files that match; repeatable.")] = None,
+    workers: Annotated[int, Option("--max-workers", metavar="N", min=1, max=16, help="Parallel downloads.")] = 4,
 ) -> int:
-    """Download models: verified against what the hub states, resumed where an earlier run ended.
+    """Download models: verified against the hub's checksums, resumed where an earlier run stopped.
 
-    Files go to the Hugging Face cache, which other tools share. Ctrl-C pauses; the same command goes on.
+    Files go to the Hugging Face cache, which other tools share. Ctrl-C pauses; the same command resumes.
     """
     if repair and (dry_run or revision or quant or include or exclude):
-        raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
+        raise ConfigError("--repair takes model names only", "localllm pull NAME --repair")
     wish = Wish(dry_run, include or [], exclude or [], workers)
     rows = [_repair(env, n) if repair else _pull(env, _full_name(n, quant, revision), wish) for n in models]
     env.console.emit("pull/1", {**rows[0], "models": rows})
@@ -56,7 +56,7 @@ def pull(
 
 
 class Wish(NamedTuple):
-    """How a model is to be fetched; file names are globs."""
+    """How to fetch a model; file names are globs."""
 
     dry_run: bool
     include: list[str]
@@ -64,7 +64,7 @@ class Wish(NamedTuple):
     workers: int
 
     def narrowed(self, resolved: Resolved) -> Resolved:
-        """Only the files that are wanted. Raises ConfigError when no weights are among them."""
+        """Keep only the wanted files. Raises ConfigError when no weights are among them."""
         if not (self.include or self.exclude) or resolved.kind != "hub" or resolved.path is not None:
             return resolved
         from localllm.hub.transfer import missing_bytes
@@ -74,8 +74,8 @@ class Wish(NamedTuple):
         if not any(file.name.endswith(WEIGHTS) for file in files):
             weights = next((f.name for f in resolved.files if f.name.endswith(WEIGHTS)), "")
             raise ConfigError(
-                f"--include and --exclude leave no weights of {clean_line(resolved.name)}",
-                f"let {clean_line(weights)} pass, or choose another file with --quant",
+                f"--include and --exclude exclude all weights of {clean_line(resolved.name)}",
+                f"include {clean_line(weights)}, or choose another file with --quant",
             )
         missing = missing_bytes(resolved.repo, files)
         return replace(resolved, files=files, size_bytes=sum(f.size for f in files), download_bytes=missing)
@@ -84,7 +84,7 @@ class Wish(NamedTuple):
 def _full_name(name: str, quant: str | None, revision: str | None) -> str:
     for mark, value in ((":", quant), ("@", revision)):
         if value and mark in name:
-            raise ConfigError(f"{name} already names one; {value} is a second", "give it once")
+            raise ConfigError(f"{name} and {value} contradict each other", "give it once")
     return name + (f":{quant}" if quant else "") + (f"@{revision}" if revision else "")
 
 
@@ -139,7 +139,7 @@ def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOp
 
 
 def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
-    """(whether it fits this machine; None where the device of the settings is not there, whether it can chat)."""
+    """Return (whether it fits this machine, None when the configured device is missing; whether it can chat)."""
     from localllm.models.architectures import open_model
     from localllm.plan.planner import Planner
 
@@ -147,7 +147,7 @@ def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
         chat = checkpoint.facts.has_chat_template
         try:
             return Planner.here(options).plan_within(checkpoint.facts, path).fits, chat
-        except DeviceError:  # the files are here all the same
+        except DeviceError:  # the download is complete all the same
             return None, chat
 
 
@@ -156,6 +156,6 @@ def _repair(env: Env, name: str) -> dict[str, Any]:
 
     repair = partial(hub.repair, name, offline=env.offline)
     done = watched(env, name, lambda tell, cancel: repair(progress=tell, cancel=cancel))
-    found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all of them right"
+    found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all intact"
     env.console.say(f"{clean_line(done.name)}: {counted(done.checked, 'file')} checked, {clean_line(found)}")
     return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}

@@ -18,8 +18,8 @@ from localllm.cli.names import local
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
-CALIBRATION_TOKENS = 4096  # of a calibration text, at most: more changes the third digit of the error on a small model
-CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is large enough to be worth calibrating
+CALIBRATION_TOKENS = 4096  # at most: more changes only the third digit of the error on a small model
+CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # formats whose error is large enough to be worth calibrating
 
 
 FORMATS = ("int4", "int4-sym", "int8", "fp8", "fp8-block", "nvfp4", "mxfp4")
@@ -41,16 +41,16 @@ def quantize(
             autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
     ],
-    out: Annotated[Path | None, Option("-o", "--out", metavar="DIR", help="A new folder.")] = None,
+    out: Annotated[Path | None, Option("-o", "--out", metavar="DIR", help="The new folder.")] = None,
     group: Annotated[
         int, Option(metavar="N", show_default=False, help="int4: weights per scale: 32, 64 (default) or 128.")
     ] = 0,
-    calib: Annotated[str, Option(metavar="FILE|auto|none", help="Text whose activations weigh the errors.")] = "auto",
+    calib: Annotated[str, Option(metavar="FILE|auto|none", help="Calibration text.")] = "auto",
     evaluate: Annotated[bool, Option("--eval", help="Measure the result against the source.")] = False,
 ) -> int:
-    """Write a smaller version of a BF16 model, in a layout that vLLM and transformers read, too.
+    """Write a smaller version of a BF16 model, in a layout that vLLM and transformers also read.
 
-    Works layer by layer and goes on where an interrupted run ended. The source is not changed.
+    Works layer by layer and resumes an interrupted run. The source is not changed.
     """
     import torch
 
@@ -72,14 +72,14 @@ def quantize(
     made = partial(write, source, folder, target, calibration=sequences, device=device)
     report = watched(env, label(source), lambda tell, cancel: made(tell=tell, cancel=cancel))
     name, worst = report.worst
-    kind = "of what layers compute" if report.calibration_tokens else "of weights"
+    kind = "of layer outputs" if report.calibration_tokens else "of weights"
     console.say(
         f"{clean_line(str(folder))}: {gib(report.bytes_before)} → {gib(report.bytes_after)}, "
         f"{report.quantised} modules as {to}, in {seconds_short(report.seconds)}"
     )
     console.say(f"relative error {kind}: mean {report.mean_error:.3%}, largest {worst:.3%} ({clean_line(name)})")
     for module, why in report.kept:
-        console.say(f"  kept as it was: {clean_line(module)} ({why})")
+        console.say(f"  not quantized: {clean_line(module)} ({why})")
     found = compare(env, str(folder), str(source), None, CALIBRATION_TOKENS, ["auto"], ["auto"]) if evaluate else []
     row = asdict(report) | {"path": str(folder), "source": str(source), "mean_error": report.mean_error}
     kept = [{"module": module, "why": why} for module, why in report.kept]
@@ -101,5 +101,5 @@ def _sequences(source: Path, calib: str) -> list[list[int]]:
     with open_checkpoint(source) as checkpoint:
         ids = load_tokenizer(checkpoint).encode(text)
     if not ids:
-        raise ConfigError(f"--calib {calib} holds no text", "name a text file, or --calib none")
+        raise ConfigError(f"--calib {calib} contains no text", "pass a text file, or --calib none")
     return calibration_ids(ids, CALIBRATION_TOKENS)

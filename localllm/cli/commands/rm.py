@@ -27,26 +27,24 @@ if TYPE_CHECKING:
 )
 def rm(
     env: Env,
-    models: Annotated[list[str] | None, model_argument("MODEL...", "Names as `ls` shows them.")] = None,
-    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
-    partial: Annotated[bool, Option("--partial", help="Remove what interrupted downloads left.")] = False,
-    kv_store: Annotated[bool, Option("--kv-store", help="Remove the pages of conversations kept on the disk.")] = False,
-    packed: Annotated[bool, Option("--packed", help="Remove the repacked weights kept on the disk.")] = False,
+    models: Annotated[list[str] | None, model_argument("MODEL...", "Names as shown by `ls`.")] = None,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Show what would be removed.")] = False,
+    partial: Annotated[bool, Option("--partial", help="Remove the remains of interrupted downloads.")] = False,
+    kv_store: Annotated[bool, Option("--kv-store", help="Remove conversation pages kept on disk.")] = False,
+    packed: Annotated[bool, Option("--packed", help="Remove repacked weights kept on disk.")] = False,
     quantized_only: Annotated[
-        bool, Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
+        bool, Option("--quantized-only", help="Only what `quantize` made from these models, not the models.")
     ] = False,
 ) -> int:
-    """Remove models, left-over parts of downloads, or what is kept on the disk. Says who else uses the files, and asks.
+    """Remove models, remains of downloads, or data kept on disk. Lists what else uses the files, and asks first.
 
-    With a model go its repacked weights.
+    Removing a model also removes its repacked weights.
     """
     from localllm import hub
 
     console = env.console
     if partial + kv_store + packed + bool(models) != 1:
-        raise ConfigError(
-            "rm takes names, --partial, --kv-store or --packed", "`localllm rm NAME`, or `localllm rm --partial`"
-        )
+        raise ConfigError("rm takes names, --partial, --kv-store or --packed", "`localllm rm NAME`, or --partial")
 
     def remove(dry_run: bool) -> list[hub.Removal]:
         if partial:
@@ -85,7 +83,7 @@ def rm(
 
 
 def _packed_weights(dry_run: bool, models: Sequence[Path] | None = None) -> Removal:
-    """The files of `engine.packed_store` that were made from these files, or all."""
+    """Remove the files of `engine.packed_store` made from these models, or all of them."""
     from localllm.checkpoint.packed_file import of_models, remove, stored_packs
     from localllm.hub import Removal
 
@@ -95,7 +93,7 @@ def _packed_weights(dry_run: bool, models: Sequence[Path] | None = None) -> Remo
 
 
 def _kept_pages(dry_run: bool) -> Removal:
-    """The files of `engine.kv_store`, of all models."""
+    """Remove the files of `engine.kv_store`, for all models."""
     from localllm.engine.page_files import clear_stored, stored_files
     from localllm.hub import Removal
 

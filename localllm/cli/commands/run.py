@@ -35,7 +35,7 @@ from localllm.conversation.tools import as_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
 from localllm.request import LoadProgress, Message, Usage, num_images
-from localllm.terminal import clean_line, dumb
+from localllm.terminal import clean_line, counted, dumb
 
 if TYPE_CHECKING:
     from localllm.conversation.documents import Document
@@ -56,7 +56,7 @@ def run(
     env: Env,
     model: Model,
     prompt: Annotated[
-        list[str] | None, Argument(metavar="[PROMPT...]", help="The question; - takes standard input only.")
+        list[str] | None, Argument(metavar="[PROMPT...]", help="The prompt; - reads standard input only.")
     ] = None,
     system: System = None,
     file: Annotated[
@@ -67,51 +67,51 @@ def run(
             "-a",
             "--attach",
             metavar="PATH",
-            help="A file, folder or picture put before the prompt; repeatable.",
+            help="A file, folder or picture to put before the prompt; repeatable.",
         ),
     ] = None,
-    resume_last: Annotated[
-        bool, Option("-c", "--continue", help="Go on with the last saved chat, and add to it.")
-    ] = False,
-    keep: Annotated[bool | None, Option("--log/--no-log", help="Save as a chat; off without -c.")] = None,
-    schema: Annotated[str | None, Option(metavar="FILE|JSON", help="The answer is JSON of this JSON schema.")] = None,
-    grammar: Annotated[Path | None, Option(metavar="FILE", help="The answer fits this grammar, Lark or GBNF.")] = None,
-    extract: Annotated[bool, Option("-x", "--extract", help="Only the first code block of the answer.")] = False,
-    extract_lang: Annotated[str | None, Option(metavar="LANG", help="Only the first block of this language.")] = None,
-    truncate: Annotated[
-        str, Option(metavar="never|head|middle", help="What a prompt that is too long loses.")
-    ] = "never",
-    mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers, for --yes-tools.")] = None,
-    yes_tools: Annotated[
-        list[str] | None, Option(metavar="NAME", help="A tool that the model may call; nothing is asked. Repeatable.")
+    resume_last: Annotated[bool, Option("-c", "--continue", help="Continue the last saved chat.")] = False,
+    keep: Annotated[bool | None, Option("--log/--no-log", help="Save as a chat; off by default without -c.")] = None,
+    schema: Annotated[str | None, Option(metavar="FILE|JSON", help="Answer in JSON that matches this schema.")] = None,
+    grammar: Annotated[Path | None, Option(metavar="FILE", help="Answer in this grammar (Lark or GBNF).")] = None,
+    extract: Annotated[bool, Option("-x", "--extract", help="Print only the first code block.")] = False,
+    extract_lang: Annotated[
+        str | None, Option(metavar="LANG", help="Print only the first block in this language.")
     ] = None,
-    samples: Annotated[int, Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
+    truncate: Annotated[
+        str, Option(metavar="never|head|middle", help="Where to cut a prompt that is too long.")
+    ] = "never",
+    mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers for --yes-tools.")] = None,
+    yes_tools: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A tool the model may call without asking; repeatable.")
+    ] = None,
+    samples: Annotated[int, Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Number of answers.")] = 1,
     preset: Preset = None,
     think: Think = None,
     attach_to: AttachTo = "auto",
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
     stream: Annotated[
-        bool | None, Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
+        bool | None, Option("--stream/--no-stream", help="Print while generating; with --json, one event per line.")
     ] = None,
-    stats: Annotated[bool | None, Option("--stats/--no-stats", help="Speeds on stderr.")] = None,
-    trace: Annotated[bool, Option("--trace", help="Seconds of each phase of the start on stderr.")] = False,
-    raw: Annotated[bool, Option("--raw", help="No Markdown styles on a terminal.")] = False,
+    stats: Annotated[bool | None, Option("--stats/--no-stats", help="Print speeds to stderr.")] = None,
+    trace: Annotated[bool, Option("--trace", help="Print how long each phase of the start took to stderr.")] = False,
+    raw: Annotated[bool, Option("--raw", help="Do not render Markdown on a terminal.")] = False,
     hide_thinking: Annotated[
-        bool | None, Option("--hide-thinking/--show-thinking", help="Leave reasoning out.")
+        bool | None, Option("--hide-thinking/--show-thinking", help="Hide or show the reasoning.")
     ] = None,
-    strict: Annotated[bool, Option("--strict", help="Exit 10 when the answer was cut.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit 10 if the answer was cut off.")] = False,
 ) -> int:
-    """Answer one prompt and end: the answer on stdout, everything else on stderr.
+    """Answer one prompt and exit: the answer goes to stdout, everything else to stderr.
 
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
-    A running `localllm serve` answers where it has the model; with flags that say how to load it, it is loaded here.
+    A running `localllm serve` that has the model answers; with flags that change how it is loaded, it is loaded here.
     """
     config = engine.config(env, sampled.settings(), parallel=min(samples, 4))
     one_of("--truncate", truncate, TRUNCATE, "--truncate middle")
     language = extract_lang if extract_lang is not None else "" if extract else None
     if stream and language is not None:
-        raise ConfigError("--extract waits for the whole answer, --stream does not", "leave one of them out")
+        raise ConfigError("--extract needs the whole answer and cannot be combined with --stream", "drop one of them")
     constraint = constraint_of(schema, grammar)
     texts, documents = _read(file or [])
     text = gather_prompt(prompt or [], texts)
@@ -145,7 +145,7 @@ def run(
 
 
 def _read(files: list[Path]) -> tuple[list[Path], tuple[Document, ...]]:
-    """The files that are plain text, and the others as documents."""
+    """Split the files into plain text files and documents."""
     if not files:
         return [], ()
     from localllm.conversation.documents import is_document, read_document
@@ -155,7 +155,7 @@ def _read(files: list[Path]) -> tuple[list[Path], tuple[Document, ...]]:
 
 
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
-    """Find a server that has the model, or load it; answer, show. Returns the exit code."""
+    """Find a server that has the model, or load the model; answer and show the result. Returns the exit code."""
     console = env.console
     choice, attached = placed(env, config, _place(env, job), model, job.resumed)
     events = RunEvents(console) if console.as_json and job.stream else None
@@ -195,14 +195,17 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         cut = any(one.stop == "length" for one in answers)
         if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.given.get("max_tokens")
-            raise ConstraintUnmet(f"the answer was cut at {limit or facts.ctx:,} tokens", "raise --max-tokens")
+            if limit is None:
+                full = f"the answer was cut off: the context window of {facts.ctx:,} tokens is full"
+                raise ConstraintUnmet(full, "use a larger --ctx, or a shorter prompt")
+            raise ConstraintUnmet(f"the answer was cut off at {counted(limit, 'token')}", "raise --max-tokens")
     return 0
 
 
 def _answers(
     console: Console, backend: ChatBackend, job: Job, messages: list[Message], on_event: Callable[[ChatEvent], None]
 ) -> list[Answer]:
-    """What the model answers, with the calls that it may make on the way."""
+    """Collect the model's answers, running the tool calls that it may make."""
     if job.tools is None:
         return follow(
             backend, [backend.send(messages, None, job.template) for _ in range(job.sampling.num_samples)], on_event
@@ -228,15 +231,15 @@ def _say_sampling(console: Console, facts: Facts, job: Job) -> None:
 
 
 def _place(env: Env, job: Job) -> str:
-    """`--attach-to` for this job: what no server takes is answered here, which is said."""
+    """Where to run this job. Sampling that no server accepts runs here, with a notice."""
     if job.place == "auto" and (job.sampling.given.get("temperature") or 0) > MAX_API_TEMPERATURE:
-        env.console.say(f"a server takes temperatures up to {MAX_API_TEMPERATURE}: running the model here")
+        env.console.say(f"servers accept temperatures up to {MAX_API_TEMPERATURE}: running the model here")
         return "off"
     return job.place
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
-    """The messages with documents before the last one, which is cut when that was allowed and is needed."""
+    """The messages, with documents before the last one, cut to the window if that is allowed and needed."""
     if job.documents:
         _take_documents(env, backend, facts, job)
     if job.truncate == "never" or not facts.ctx:
@@ -251,7 +254,7 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
 
 
 def _take_documents(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> None:
-    """Put as much of the documents before the question as the window takes, and say what that is."""
+    """Put as much of the documents before the question as fits the window, and say how much that is."""
     from localllm.conversation.attachments import fitting, refuse_pictures, room_for
     from localllm.conversation.documents import question
 
@@ -269,22 +272,22 @@ def _take_documents(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> N
 
 
 def _keep(env: Env, chat: KeptChat, answers: Sequence[Answer], model: str) -> None:
-    """The answer is worth more than its copy: a disk that is full is a warning."""
+    """Save the chat. A failure, such as a full disk, is only a warning: the answer has been given."""
     try:
         saved = chat.save(answers, model)
     except LocalLLMError as error:
-        env.console.warn(f"not saved: {error.message}")
+        env.console.warn(f"the chat was not saved: {error.message}")
     else:
         env.console.say(f"Saved: localllm logs show {saved[:6]}")
 
 
 def _extracted(answers: Sequence[Answer], language: str) -> list[Answer]:
-    """The answers with their code block as text. Raises ConstraintUnmet."""
+    """Reduce each answer to its code block. Raises ConstraintUnmet."""
     return [replace(one, text=code_block(one.text, language)) for one in answers]
 
 
 def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answer], load_s: float) -> dict[str, Any]:
-    """The fields of run/1."""
+    """The fields of a run/1 document."""
     used = job.sampling.used(facts)
     shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "stop")
     usage = Usage(

@@ -35,64 +35,68 @@ if TYPE_CHECKING:
     from localllm.server.served_model import ServedModel
     from localllm.server.service import Service
 
-OLLAMA = ("127.0.0.1", 11434)  # where its clients look
-MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
+OLLAMA = ("127.0.0.1", 11434)  # where Ollama's clients look
+MIN_KEY = 8  # characters in an API key: a shorter one is a typing error
 
 
 @command(
     "localllm serve qwen",
-    "localllm serve                       # every local model, loaded when asked for",
+    "localllm serve                       # every local model, loaded on demand",
     "localllm serve smollm2 --port 8001 --alias gpt-4o-mini",
-    "localllm serve --ollama              # also for programs that look for Ollama",
+    "localllm serve --ollama              # also for programs that expect Ollama",
     "localllm serve qwen --host 0.0.0.0 --api-key-file ~/.localllm.key",
     "localllm serve qwen --ray --replicas 1-4   # one endpoint over several replicas",
 )
 def serve(
     env: Env,
-    models: Annotated[list[str] | None, model_argument("[MODEL]...", "None: every local model, on demand.")] = None,
-    host: Annotated[str | None, Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
-    port: Annotated[int | None, Option(metavar="N", help="Port; 0 takes a free one.")] = None,
+    models: Annotated[
+        list[str] | None, model_argument("[MODEL]...", "Models; without one, every local model on demand.")
+    ] = None,
+    host: Annotated[str | None, Option(metavar="ADDRESS", help="Address to listen on; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, Option(metavar="N", help="Port; 0 picks a free one.")] = None,
     ollama: Annotated[
-        bool, Option("--ollama", help="Also listen at 127.0.0.1:11434, as Ollama; models can be pulled there.")
+        bool, Option("--ollama", help="Also listen on 127.0.0.1:11434 as Ollama, and accept pulls.")
     ] = False,
-    unix: Annotated[Path | None, Option(metavar="PATH", help="A socket file instead of a port.")] = None,
-    api_key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="File with the keys clients send, one a line.")
+    unix: Annotated[Path | None, Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")] = None,
+    api_key_file: Annotated[Path | None, Option(metavar="FILE", help="File of API keys, one per line.")] = None,
+    api_key: Annotated[
+        str | None, Option(metavar="KEY", help="API key; others can see it in `ps`, so prefer the file.")
     ] = None,
-    api_key: Annotated[str | None, Option(metavar="KEY", help="Visible to others in `ps`: prefer the file.")] = None,
-    alias: Annotated[list[str] | None, Option(metavar="NAME", help="Another id of the first model.")] = None,
-    cors: Annotated[list[str] | None, Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
-    insecure: Annotated[bool, Option("--insecure", help="Listen on the network without a key.")] = False,
+    alias: Annotated[list[str] | None, Option(metavar="NAME", help="Another id for the first model.")] = None,
+    cors: Annotated[list[str] | None, Option(metavar="ORIGIN", help="Web origin allowed to call.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Allow listening on the network without a key.")] = False,
     parallel: Parallel = None,
-    mcp: Annotated[
-        Path | None, Option(metavar="FILE", help="MCP servers whose tools clients of /v1/responses may call.")
+    mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers whose tools /v1/responses may use.")] = None,
+    max_queue: Annotated[
+        int, Option(metavar="N", min=0, max=100_000, help="Maximum number of waiting requests.")
+    ] = 256,
+    ttl: Annotated[
+        str | None, Option(metavar="TIME", help="Unload after this idle time, such as 30m; 0 never.")
     ] = None,
-    max_queue: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
-    ttl: Annotated[str | None, Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
-    pin: Annotated[list[str] | None, Option(metavar="MODEL", help="Load at the start and keep.")] = None,
+    pin: Annotated[list[str] | None, Option(metavar="MODEL", help="Load this model at startup and keep it.")] = None,
     pin_prefix: Annotated[
-        list[Path] | None, Option(metavar="FILE", help="A system prompt whose pages are evicted last.")
+        list[Path] | None, Option(metavar="FILE", help="System prompt whose pages are evicted last.")
     ] = None,
     kv_events: Annotated[
-        str | None, Option(metavar="tcp://HOST:PORT", help="Publish events of the prefix cache over ZMQ, as vLLM does.")
+        str | None, Option(metavar="tcp://HOST:PORT", help="Publish prefix cache events over ZMQ, like vLLM.")
     ] = None,
-    preload: Annotated[bool, Option("--preload", help="Load the default model at the start.")] = False,
-    log_format: Annotated[str, Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
+    preload: Annotated[bool, Option("--preload", help="Load the default model at startup.")] = False,
+    log_format: Annotated[str, Option(metavar="text|json", help="Format of the request log on stderr.")] = "text",
     ray: Annotated[
-        bool, Option("--ray", help="Replicas in Ray: on this machine, or in the cluster at `--ray HOST:PORT`.")
+        bool, Option("--ray", help="Run replicas in Ray, here or in the cluster at `--ray HOST:PORT`.")
     ] = False,
-    replicas: Annotated[str | None, Option(metavar="N|MIN-MAX", help="How many, with --ray.")] = None,
+    replicas: Annotated[str | None, Option(metavar="N|MIN-MAX", help="Number of replicas, with --ray.")] = None,
     engine: EngineFlags = EngineFlags(),
 ) -> int:
-    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics and health.
+    """Serve models over HTTP: OpenAI, Anthropic and Ollama APIs, metrics and health.
 
-    Ctrl-C lets running requests finish; a second one drops them.
+    Ctrl-C lets running requests finish; a second Ctrl-C drops them.
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
     one_of("--log-format", log_format, ("text", "json"), "--log-format json")
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
-    config = engine.config(env, flags, strict=True)  # a server runs as it was told, or not
+    config = engine.config(env, flags, strict=True)  # a server runs exactly as configured, or not at all
     from localllm import server
     from localllm.cli.replicas import FleetLife, address_in, serve_replicas
     from localllm.cli.served_models import HubLibrary
@@ -101,7 +105,7 @@ def serve(
     alone = {"--ollama": ollama, "--pin": bool(pin), "--kv-events": bool(kv_events)}
     models, address = address_in(models or [], replicas, alone, ray=ray)
     keys = api_keys(env, config, api_key, api_key_file)
-    token = secrets.token_urlsafe(24)  # lets the owner in, see `processes.Running`
+    token = secrets.token_urlsafe(24)  # authenticates the owner's own commands, see `processes.Running`
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
@@ -124,9 +128,9 @@ def serve(
             config.engine.max_parallel, max_queue, meant(config), entries, config.engine.adapter_paths, default
         ),
     )
-    stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
+    stays = bool(models) and ttl is None  # a named model stays loaded unless --ttl says otherwise
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
-    life = _Life(env, options, token, prefixes, kv_events)
+    life = _ServerHooks(env, options, token, prefixes, kv_events)
     if address:
         fleet = FleetLife(life, env.console, choices[0].shown)
         run = partial(serve_replicas, config, options, choices[0], prefixes, fleet, (address, replicas or "1", alias))
@@ -149,7 +153,7 @@ def serve(
 
 
 def taken_by_us(error: ServerError, port: int) -> ServerError:
-    """The error, naming the server of ours that has the port, if it is one."""
+    """Name our own server in the error if it holds the port."""
     from localllm.device.processes import running
 
     ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
@@ -157,13 +161,13 @@ def taken_by_us(error: ServerError, port: int) -> ServerError:
         return error
     who = "localllm" if ours.kind == "serve" else "a chat of localllm"
     what = f"{who} (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
-    fixes = [(f"localllm stop {port}", "end it")] if ours.kind == "serve" else []
-    fixes.append((f"localllm serve --port {port + 1}", "run beside it"))
+    fixes = [(f"localllm stop {port}", "stop it")] if ours.kind == "serve" else []
+    fixes.append((f"localllm serve --port {port + 1}", "use another port"))
     return ServerError(f"port {port} is taken: {clean_line(what)}", fixes[0][0], fixes=fixes)
 
 
 def here(env: Env, config: UserConfig, name: str) -> Choice:
-    """A model that is on this machine, downloaded first if that is agreed to."""
+    """Resolve a model on this machine; offer to download a missing one first."""
     resolved = resolve(env, config, name)
     if resolved.path is None:
         from localllm import hub
@@ -186,10 +190,10 @@ def offered(
     every: bool = False,
     may_be_none: bool = False,
 ) -> tuple[str, Any]:
-    """(the default model, what lists the offers).
+    """Return (the default model, a function that lists the offered models).
 
-    every        offer all local models beside those that were named
-    may_be_none  begin without a model, too: one can be pulled
+    every        also offer all local models, besides the named ones
+    may_be_none  allow starting without a model: one can be pulled later
     """
     from localllm.cli.served_models import local_offers, named_offers
     from localllm.llm.local_models import default_model
@@ -206,12 +210,12 @@ def offered(
     known = local_offers()
     default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
     if not known and not may_be_none:
-        raise ModelNotFound("there is no model on this machine", "localllm serve smollm2 -y")
+        raise ModelNotFound("no model is on this machine", "localllm serve smollm2 -y")
     return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
 
 
 def meant(config: UserConfig) -> str:
-    """The full name of the model in the settings; "" without one, or where it is not on this machine."""
+    """The full name of the model in the settings; "" when unset or not on this machine."""
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
@@ -223,9 +227,9 @@ def meant(config: UserConfig) -> str:
 
 
 def new_pool(
-    env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None, adapted: str = ""
+    env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _ServerHooks | None, adapted: str = ""
 ) -> ModelPool:
-    """What loads these models when they are asked for, with the options of the command; `adapted` with its adapters."""
+    """Make the pool that loads these models on demand with the command's options; `adapted` gets the adapters."""
     from localllm.cli.served_models import HubLoader
     from localllm.device import machine
     from localllm.server.pool import ModelPool
@@ -237,7 +241,7 @@ def new_pool(
 
 
 def _log_requests(env: Env) -> logging.Handler:
-    """Lines about requests go to stderr, as the log that a server's output is."""
+    """Write request log lines to stderr."""
     access = logging.getLogger("localllm.access")
     handler = logging.NullHandler() if env.console.quiet else logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -247,28 +251,28 @@ def _log_requests(env: Env) -> logging.Handler:
 
 
 def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path | None = None) -> tuple[str, ...]:
-    """The keys that clients must send one of: given, in a file, or in the file of the settings; none: no key."""
+    """Return the keys, one of which clients must send: the given key, or those of the given or configured file."""
     file = file or (Path(config.server.api_key_file) if config.server.api_key_file else None)
     if given is not None:
-        env.console.warn("--api-key can be read by every user of this machine in `ps`; --api-key-file cannot")
+        env.console.warn("every user of this machine can read --api-key in `ps`; prefer --api-key-file")
         keys = [given]
     elif file is not None:
         lines = [line.strip() for line in read_text(file, "--api-key-file").splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise ConfigError(f"--api-key-file: {file} holds no keys", "write one key per line into it")
+            raise ConfigError(f"--api-key-file: {file} contains no keys", "write one key per line into it")
     else:
         return ()
     for key in keys:
         if len(key) < MIN_KEY or not key.isprintable():
             raise ConfigError(
-                f"the API key has {len(key)} characters, it needs {MIN_KEY} printable ones", "make a longer one"
+                f"the API key has {len(key)} characters; it needs {MIN_KEY} or more, all printable", "make a longer one"
             )
     return tuple(keys)
 
 
-class _Life:
-    """What is said and noted at the turns of the server's life (`server.run.Hooks`)."""
+class _ServerHooks:
+    """Notices and records over the server's life (`server.run.Hooks`)."""
 
     def __init__(self, env: Env, options: Any, token: str, prefixes: list[str], kv_events: str | None = None) -> None:
         from localllm.server.kv_publisher import KVPublisher
@@ -282,11 +286,11 @@ class _Life:
         self._service: Service | None = None
 
     def on_progress(self, model: str, phase: LoadProgress) -> None:
-        """In the loading thread."""
+        """Runs in the loading thread."""
         self._phases.append((model, phase))
 
     def on_loaded(self, offer: ServedModel, llm: LLM) -> None:
-        """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""
+        """Runs in the loading thread: pin pages of system prompts, and prepare grammars before a request needs them."""
         from localllm.server.prefixes import pin_system_prompts
 
         if self._publisher is not None:
@@ -303,7 +307,7 @@ class _Life:
             apis = f"OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}"
             self._console.say(f"ready  {apis if url.startswith('http') else url}")
         if self._options.ollama:
-            self._console.say("ready  Ollama  http://{}:{}   models can be pulled there".format(*self._options.ollama))
+            self._console.say("ready  Ollama  http://{}:{}   accepts pulls".format(*self._options.ollama))
 
     def ready(self, url: str, service: Service) -> None:
         self._close_progress()
@@ -339,7 +343,7 @@ class _Life:
             console.say("  apps    localllm connect opencode | open-webui | llm | aider | continue | zed | claude-code")
 
     def tick(self) -> None:
-        """Show what is being loaded, and note what is."""
+        """Show loading progress, and record the loaded models."""
         phases, self._phases = self._phases, []
         for model, phase in phases:
             if phase.name == "ready":
@@ -355,17 +359,17 @@ class _Life:
             self.note(tuple(row.name for row in self._service.pool.loaded()))
 
     def note(self, models: tuple[str, ...]) -> None:
-        """Tell `ps` what is loaded."""
+        """Record the loaded models for `ps`."""
         if self._record is not None:
             self._record.update(models)
 
     def draining(self, running: int, again: bool) -> None:
         self._close_progress()
         if again:
-            self._console.say("dropped what was running")
+            self._console.say("dropped the running requests")
             self.end()
         elif running:
-            self._console.say(f"stopping: {counted(running, 'request')} running; once more drops them")
+            self._console.say(f"stopping: {counted(running, 'request')} running; press Ctrl-C again to drop them")
 
     def end(self) -> None:
         self._close_progress()

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,8 @@ from localllm.terminal import clean_line, counted, seconds_short
 
 ACTIONS = ("install", "status", "remove")
 NAME = "localllm"
-STOP_S = 40.0  # it lets its requests end
+STOP_S = 40.0  # the server lets its requests finish
+# part of the units' seal: a change here makes `_edited` report units of earlier versions
 _MARK = "# made by `localllm service install`; a change by hand is kept. "
 
 
@@ -42,20 +44,22 @@ def service(
     env: Env,
     action: Annotated[str, Argument(metavar="install|status|remove", help="What to do.")] = "status",
     port: Annotated[int | None, Option(metavar="N", min=1, max=65535, help="Port; 8000 by default.")] = None,
-    ttl: Annotated[str | None, Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
+    ttl: Annotated[
+        str | None, Option(metavar="TIME", help="Unload after this idle time, such as 30m; 0 never.")
+    ] = None,
     force: Annotated[bool, Option("--force", help="Replace a unit that was edited by hand.")] = False,
 ) -> int:
     """Keep a server ready that loads models on demand and unloads idle ones; `run` and `chat` use it.
 
-    With systemd it is a user service that starts at the first connection. Without, it is a background process that
+    With systemd it is a user service that starts on the first connection. Otherwise it is a background process that
     runs until it is removed or the machine restarts.
     """
     if action not in ACTIONS:
         raise ConfigError(
-            f"service {clean_line(action)}: must be one of {', '.join(ACTIONS)}", "localllm service status"
+            f"service {clean_line(action)}: the action must be one of {', '.join(ACTIONS)}", "localllm service status"
         )
     if action != "install" and (port is not None or ttl is not None):
-        raise ConfigError("--port and --ttl are for `service install`", "localllm service install --port 8001")
+        raise ConfigError("--port and --ttl need `service install`", "localllm service install --port 8001")
     if action == "install":
         config = env.settings({"server.port": port, "engine.ttl": ttl})
         _install(env, config.server.port or 8000, config.engine.ttl_s, force)
@@ -71,10 +75,10 @@ def service(
 def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
     before = installed()
     if before is not None and not force and before.port != port:
-        raise ConfigError(f"the service is installed already, at port {before.port}", "`localllm service remove` first")
+        raise ConfigError(f"the service is already installed, on port {before.port}", "`localllm service remove` first")
     if before is not None and before.kind == "process":
         _end(before)
-    if before is None and (taken := _taken(port)):
+    if before is None and (taken := _port_owner(port)):
         raise ServerError(f"port {port} is taken{taken}", f"localllm service install --port {port + 1}")
     words = [sys.executable, "-m", "localllm", "serve", "--port", str(port), "--ttl", f"{ttl_s:g}s"]
     if env.options.config:
@@ -97,20 +101,20 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
     if await_server(made, START_S, process) is None:
         process.kill()
         service_file().unlink(missing_ok=True)
-        raise _not_started(log)
+        raise _start_error(log)
 
 
-def _not_started(log: Path) -> ServerError:
-    """Why the server ended: the error and the hint that it wrote."""
+def _start_error(log: Path) -> ServerError:
+    """Build an error from the message and hint that the server wrote to its log."""
     told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     why = next((line.removeprefix("error: ") for line in told if line.startswith("error: ")), "no reason given")
     hint = next((line.removeprefix("try ").strip() for line in told if line.startswith("try ")), f"see {log}")
-    why = why.rpartition("   [")[0] or why  # without its code
+    why = why.rpartition("   [")[0] or why  # drop the error code
     return ServerError(f"the server did not start: {clean_line(why)}", clean_line(hint))
 
 
-def _taken(port: int) -> str:
-    """Who listens at a port, for an error; "" where nobody does."""
+def _port_owner(port: int) -> str:
+    """Say who listens on a port, for an error message; "" when it is free."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) != 0:
             return ""
@@ -126,7 +130,7 @@ def _save(made: Service) -> None:
 
 
 def _has_systemd() -> bool:
-    """Whether this user has a systemd that takes units."""
+    """Return whether this user has a systemd that accepts units."""
     if shutil.which("systemctl") is None:
         return False
     try:
@@ -138,9 +142,9 @@ def _has_systemd() -> bool:
 
 
 def units(port: int, words: list[str], variables: dict[str, str]) -> tuple[str, str]:
-    """The texts of the socket and the service. The socket is open from login on; the server starts when it is used.
+    """Return the texts of the socket and service units. The socket listens from login on and starts the server on use.
 
-    variables  of the environment that the server needs to find the same models and settings
+    variables  environment variables that the server needs to find the same models and settings
     """
     quoted = " ".join(_quoted(word).replace("$", "$$") for word in words)
     settings = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in sorted(variables.items()))
@@ -170,27 +174,27 @@ TimeoutStopSec={STOP_S:.0f}
 [Install]
 WantedBy=default.target
 """
-    return _sealed(sock), _sealed(serve)
+    return _with_checksum(sock), _with_checksum(serve)
 
 
 def _quoted(word: str) -> str:
-    """A word as systemd reads it in a unit (systemd.syntax(7))."""
+    """Quote a word for a systemd unit (systemd.syntax(7))."""
     for char in ("\\", '"', "%"):
         word = word.replace(char, "%%" if char == "%" else f"\\{char}")
     return f'"{word}"'
 
 
-def _sealed(text: str) -> str:
+def _with_checksum(text: str) -> str:
     return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}\n{text}"
 
 
 def _edited(path: Path) -> bool:
-    """Whether a unit is there that is not as we wrote it."""
+    """Return whether the unit exists and differs from what we wrote."""
     try:
         text = path.read_text()
     except OSError:
         return False
-    return text != _sealed(text.partition("\n")[2])
+    return text != _with_checksum(text.partition("\n")[2])
 
 
 def _install_units(port: int, words: list[str], force: bool) -> None:
@@ -216,12 +220,14 @@ def _systemctl(*words: str) -> None:
         done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, timeout=STOP_S + 20)
     except (OSError, subprocess.SubprocessError) as error:
         raise ServerError(
-            f"systemctl --user {shlex.join(words)} failed: {clean_line(str(error))}", "see its log"
+            f"systemctl --user {shlex.join(words)} failed: {clean_line(str(error))}",
+            f"`journalctl --user -u {NAME}.service` shows the log",
         ) from None
     if done.returncode != 0:
         why = clean_line(done.stderr) or f"exit status {done.returncode}"
         raise ServerError(
-            f"systemctl --user {shlex.join(words)} failed: {why}", f"journalctl --user -u {NAME}.service shows the log"
+            f"systemctl --user {shlex.join(words)} failed: {why}",
+            f"`journalctl --user -u {NAME}.service` shows the log",
         )
 
 
@@ -241,7 +247,7 @@ def _remove(env: Env) -> None:
         for path in units_there:
             if _edited(path):
                 path.replace(path.with_suffix(path.suffix + ".bak"))
-                env.console.say(f"kept your changes as {path}.bak")
+                env.console.say(f"saved your edited unit as {path}.bak")
             path.unlink(missing_ok=True)
         _systemctl("daemon-reload")
     if found is not None and found.kind == "process":
@@ -250,12 +256,13 @@ def _remove(env: Env) -> None:
 
 
 def _end(found: Service) -> None:
-    """Stop a background process, and wait until it is gone."""
-    os.kill(found.pid, signal.SIGTERM)
+    """Stop a background process and wait for it to exit."""
+    with suppress(ProcessLookupError):  # it has ended since it was looked up
+        os.kill(found.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     while any(one.pid == found.pid for one in running()):
         if time.monotonic() > deadline:
-            raise ServerError(f"process {found.pid} still answers requests", "`localllm stop` drops them")
+            raise ServerError(f"process {found.pid} is still answering requests", "`localllm stop` drops them")
         time.sleep(0.05)
 
 
@@ -277,10 +284,10 @@ def _status(env: Env) -> None:
         return
     how = "systemd user service" if found.kind == "systemd" else "background process"
     if server is None:
-        env.console.line(f"{how} at {found.url}; starts at the first connection")
+        env.console.line(f"{how} on {found.url}; starts on the first connection")
         return
     up = seconds_short(max(0.0, time.time() - server.started))
     loaded = (
         f"{counted(len(models), 'model')} loaded: {', '.join(map(clean_line, models))}" if models else "no model loaded"
     )
-    env.console.line(f"{how} at {found.url} (pid {server.pid}), up {up}, {loaded}")
+    env.console.line(f"{how} on {found.url} (pid {server.pid}), up {up}, {loaded}")

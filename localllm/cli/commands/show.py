@@ -30,9 +30,9 @@ def show(
     model: Model,
     template: Annotated[bool, Option("--template", help="Print the chat template.")] = False,
 ) -> int:
-    """Say what a model is: architecture, context, license, files, memory, and what it would run as here.
+    """Show what a model is: architecture, context, license, files, memory, and how it would run here.
 
-    Reads headers only, so a damaged file is found in milliseconds (exit 12).
+    Reads headers only, so a damaged file is detected in milliseconds (exit 12).
     """
     resolved = local(env, env.config, model, ModelNotFound)
     with opened(resolved, env.config.engine.mmproj) as checkpoint:
@@ -52,9 +52,7 @@ def _template(checkpoint: OpenModel) -> str:
 
     text = load_tokenizer(checkpoint).chat_template
     if not text:
-        raise ModelNotFound(
-            "this model has no chat template: it is a base model", 'localllm run MODEL "Once upon a time"'
-        )
+        raise ModelNotFound("this is a base model without a chat template", 'localllm run MODEL "Once upon a time"')
     return text
 
 
@@ -100,7 +98,7 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
 
 
 def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
-    """chat, thinking, vision: whether; tools: how, or why not. Raises what `run` would for the tokenizer."""
+    """Return chat, thinking and vision as booleans, tools as a line. Raises the tokenizer errors that `run` would."""
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
@@ -129,15 +127,15 @@ def _images(checkpoint: OpenModel) -> str:
 
 def _chats(facts: ModelFacts) -> str:
     if facts.pooling:
-        return f"no: it embeds text (pooling: {facts.pooling}, vectors of {facts.embedding_size:,} numbers)"
+        return f"no: an embedding model (pooling: {facts.pooling}, {facts.embedding_size:,} dimensions)"
     return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
 
 
 def _attention(facts: ModelFacts) -> str:
     _, keys, values = facts.attention[0].kept
     if keys != values:
-        return f"{facts.num_heads} heads over latents of {keys} values, and {values} that turn"
-    return f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"
+        return f"{facts.num_heads} heads over latents of {keys} values, plus {values} rotary"
+    return f"{facts.num_heads} heads, {facts.num_kv_heads} KV heads, head size {facts.head_dim}"
 
 
 def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> None:
@@ -145,7 +143,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
 
     facts = checkpoint.facts
     windows = sorted({w for w in facts.windows if w})
-    sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
+    sliding = f", {sum(1 for w in facts.windows if w)} with a sliding window of {windows[0]:,}" if windows else ""
     here = fields["plan"]
     mark = "✓" if here.get("basis") == "measured" else "≈"
     requests = counted(env.config.engine.max_parallel, "request")
@@ -154,7 +152,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens with {requests} at once,"
         f" {mark} {rate(here['decode_tps'])} tok/s"
     )
-    fixed = f", and {gib(fields['kv_fixed_bytes'])} at any length" if fields["kv_fixed_bytes"] else ""
+    fixed = f", plus {gib(fields['kv_fixed_bytes'])} per request" if fields["kv_fixed_bytes"] else ""
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
         ("architecture", f"{facts.architecture} ({facts.source_architecture})"),

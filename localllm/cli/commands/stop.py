@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Annotated
 
 from typer import Option
@@ -16,24 +17,24 @@ from localllm.device.processes import Running, running
 from localllm.errors import ConfigError, ServerError
 from localllm.terminal import clean_line
 
-STOP_S = 40.0  # how long it may take to end: it drains for 25 seconds
+STOP_S = 40.0  # time allowed to exit: a server drains for 25 seconds
 
 
 @command("localllm stop", "localllm stop qwen", "localllm stop 8001")
 def stop(
     env: Env,
-    target: Annotated[str | None, model_argument("[MODEL|PORT|PID]", "Nothing: the one server.")] = None,
+    target: Annotated[str | None, model_argument("[MODEL|PORT|PID]", "Without one, the only server.")] = None,
     park: Annotated[bool, Option("--park", help="Put the model to sleep instead of unloading it.")] = False,
     every: Annotated[bool, Option("--all", help="Stop every server of this user.")] = False,
 ) -> int:
-    """Stop a server, letting its requests finish; or unload one of its models.
+    """Stop a server after its requests finish, or unload one of its models.
 
-    A number is a port or a process id, anything else a model.
+    A number is a port or a process id; anything else is a model.
     """
     servers = [one for one in running() if one.kind == "serve"]
     chat = next((one for one in running() if one.kind != "serve" and one.url and target in _numbers(one)), None)
     if chat is not None:
-        raise ServerError(f"{clean_line(chat.url)} is a chat's (pid {chat.pid})", "type /serve off in that chat")
+        raise ServerError(f"{clean_line(chat.url)} belongs to a chat (pid {chat.pid})", "type /serve off in that chat")
     if not servers:
         raise ServerError("no server is running", "`localllm serve` starts one")
     if target is not None and not target.isdigit():
@@ -43,19 +44,20 @@ def stop(
     if target is not None:
         chosen = [one for one in servers if target in _numbers(one)]
         if not chosen:
-            raise ServerError(f"no server has the port or process id {target}", "localllm ps")
+            raise ServerError(f"no server has port or process id {target}", "localllm ps")
     elif len(servers) > 1 and not every:
         names = ", ".join(one.url for one in servers)
-        raise ConfigError(f"{len(servers)} servers are running: {names}", "`localllm stop PORT`, or --all")
+        raise ConfigError(f"{len(servers)} servers are running: {names}", "`localllm stop PORT`, or add --all")
     else:
         chosen = servers
     for one in chosen:
-        os.kill(one.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended since it was listed
+            os.kill(one.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     while (left := {one.pid for one in running()} & {one.pid for one in chosen}) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
-        raise ServerError(f"process {min(left)} still answers requests", "`localllm stop` again drops them")
+        raise ServerError(f"process {min(left)} is still answering requests", "run `localllm stop` again to drop them")
     stopped = [{"pid": one.pid, "url": one.url} for one in chosen]
     env.console.emit("stop/1", {"stopped": stopped, "unloaded": []})
     for one in chosen:
@@ -64,7 +66,7 @@ def stop(
 
 
 def _numbers(one: Running) -> tuple[str, str]:
-    """What may be typed for a process: its id, its port."""
+    """What may be typed for a process: its id or its port."""
     return str(one.pid), one.url.rsplit(":", 1)[-1]
 
 

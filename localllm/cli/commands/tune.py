@@ -18,12 +18,12 @@ from localllm.terminal import clean_line
 def tune(
     env: Env,
     model: Model,
-    seconds: Annotated[float, Option(metavar="S", min=1, help="Most time to spend.")] = 20.0,
+    seconds: Annotated[float, Option(metavar="S", min=1, help="Time limit in seconds.")] = 20.0,
     window: WindowFlags = WindowFlags(),
 ) -> int:
-    """Time up to eight tile sizes for every kernel and shape of a model on this card; the fastest is kept and used.
+    """Time up to eight tile sizes for every kernel and shape of a model on this card, and keep the fastest of each.
 
-    Without this command the same happens in idle moments after the first answer. Ctrl-C stops; what was timed stays.
+    Without this command, the same happens in idle moments after the first answer. Ctrl-C stops and keeps the results.
     """
     import torch
 
@@ -39,7 +39,7 @@ def tune(
         tuned = llm.tune(
             seconds,
             lambda one: console.say(
-                f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the first"
+                f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the default"
             ),
         )
         waiting = len(tuner(torch.device(device)).waiting)
@@ -50,10 +50,10 @@ def tune(
         took = time.monotonic() - started
         console.emit("tune/1", {"device": device, "tuned": rows, "waiting": waiting, "seconds": took})
     elif device == "cpu":
-        console.line("The CPU's kernels have no tile sizes to choose: nothing to tune.")
+        console.line("CPU kernels have no tile sizes: nothing to tune.")
     else:
         faster = sum(one.us < one.first_us for one in tuned)
-        console.line(f"{len(tuned)} shapes timed, {faster} got a faster tile, {waiting} wait for the next time.")
+        console.line(f"{len(tuned)} shapes timed, {faster} got a faster tile, {waiting} left for the next run.")
         for one in tuned:
             for reason in one.failed if console.verbose else ():
                 console.say(f"  {one.shape.name}: {clean_line(reason)}")

@@ -1,4 +1,4 @@
-"""The types of what commands print with --json, and the JSON schemas in localllm/schemas that are made of them.
+"""The types of the documents that commands print with --json. The JSON schemas in localllm/schemas are made from them.
 
-`make schemas` writes the schemas again. Nothing here is imported while a command runs.
+`make schemas` writes the schemas again. No command imports these modules.
 """

@@ -1,4 +1,4 @@
-"""What commands about this machine, and failures, print with --json."""
+"""Documents of the commands about this machine, and of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ErrorDetail(TypedDict):
 
 
 class Error(TypedDict):
-    """What a command prints with --json when it fails."""
+    """Output of a command with --json when it fails."""
 
     error: ErrorDetail
 
@@ -41,7 +41,7 @@ class SettingKey(TypedDict):
 
 
 class Config(TypedDict):
-    """What `localllm config --json` prints."""
+    """Output of `localllm config --json`."""
 
     file: NotRequired[str]
     settings: NotRequired[dict[str, Setting]]
@@ -56,7 +56,7 @@ class KnownCheck(TypedDict):
 
 
 class Checks(TypedDict):
-    """What `localllm doctor --list --json` prints."""
+    """Output of `localllm doctor --list --json`."""
 
     checks: list[KnownCheck]
 
@@ -91,7 +91,7 @@ class KnownRule(TypedDict):
 
 
 class Doctor(TypedDict):
-    """What `localllm doctor --json` prints."""
+    """Output of `localllm doctor --json`."""
 
     checks: list[CheckResult]
     summary: dict[str, Count]
@@ -124,7 +124,7 @@ class LogMatch(TypedDict):
 
 
 class Diagnosis(TypedDict):
-    """What `localllm doctor --log FILE --json` prints."""
+    """Output of `localllm doctor --log FILE --json`."""
 
     source: str
     matches: list[LogMatch]
@@ -141,7 +141,7 @@ class LaunchModel(TypedDict):
 
 
 class LaunchRecipe(TypedDict):
-    """A command that was run: this model on these cards."""
+    """A command that has been run for this model on these cards."""
 
     model: str
     card: str
@@ -177,7 +177,7 @@ class LaunchRule(TypedDict):
 
 
 class Launch(TypedDict):
-    """What `localllm doctor --for ENGINE --json` prints."""
+    """Output of `localllm doctor --for ENGINE --json`."""
 
     engine: str
     engine_version: NotRequired[str]
@@ -211,7 +211,7 @@ class RepairDone(TypedDict):
 
 
 class Repair(TypedDict):
-    """What `localllm doctor --apply --json` prints."""
+    """Output of `localllm doctor --apply --json`."""
 
     dry_run: bool
     actions: list[RepairStep]
@@ -223,7 +223,7 @@ class Kernel(TypedDict):
     op: Annotated[str, Field(description="op and shape class")]
     capability: int
     impl: str
-    reason: Annotated[str, Field(description="why there is none, or why not the ones before it; else empty")]
+    reason: Annotated[str, Field(description="why no kernel, or why not an earlier one; else empty")]
     shared_bytes: int
     registers: int
     spill_bytes: int
@@ -231,9 +231,9 @@ class Kernel(TypedDict):
 
 
 class Kernels(TypedDict):
-    """What `localllm doctor --kernels --json` prints."""
+    """Output of `localllm doctor --kernels --json`."""
 
-    capability: NotRequired[Annotated[int, Field(description="compute capability as 90; 0: this CPU")]]
+    capability: NotRequired[Annotated[int, Field(description="compute capability, such as 90; 0 for this CPU")]]
     kernels: list[Kernel]
 
 
@@ -241,15 +241,15 @@ class TunedShape(TypedDict):
     op: str
     key: list[int | str]
     tile: dict[str, int]
-    us: Annotated[float, Field(description="microseconds of a launch with the winner")]
-    first_us: Annotated[float, Field(description="the same with the first candidate")]
+    us: Annotated[float, Field(description="microseconds per launch with the fastest tile")]
+    first_us: Annotated[float, Field(description="microseconds per launch with the default tile")]
     failed: list[str]
 
 
 class Tune(TypedDict):
-    """What `localllm tune --json` prints."""
+    """Output of `localllm tune --json`."""
 
     device: str
     seconds: float
-    waiting: Annotated[int, Field(description="shapes that were not timed")]
+    waiting: Annotated[int, Field(description="shapes not timed yet")]
     tuned: list[TunedShape]

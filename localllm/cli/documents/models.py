@@ -1,4 +1,4 @@
-"""What commands about models print with --json."""
+"""Documents of the commands about models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelRow(TypedDict):
 
 
 class Ls(TypedDict):
-    """What `localllm ls --json` prints."""
+    """Output of `localllm ls --json`."""
 
     cache: str
     free_bytes: Count
@@ -75,13 +75,13 @@ class Pulled(TypedDict):
 
 
 class Pull(Pulled):
-    """What `localllm pull --json` prints: the first model's fields, and all of them in `models`."""
+    """Output of `localllm pull --json`: the first model's fields, and all of them in `models`."""
 
     models: list[Pulled]
 
 
 class Rm(TypedDict):
-    """What `localllm rm --json` prints."""
+    """Output of `localllm rm --json`."""
 
     removed: bool
     models: list[str]
@@ -101,7 +101,7 @@ class Capabilities(TypedDict):
 
 
 class Show(TypedDict):
-    """What `localllm show --json` prints."""
+    """Output of `localllm show --json`."""
 
     id: str
     path: str
@@ -133,14 +133,14 @@ class Show(TypedDict):
 
 
 class Template(TypedDict):
-    """What `localllm show MODEL --template --json` prints."""
+    """Output of `localllm show MODEL --template --json`."""
 
     id: str
     template: str
 
 
 class Quantize(TypedDict):
-    """What `localllm quantize --json` prints."""
+    """Output of `localllm quantize --json`."""
 
     path: str
     source: str
@@ -158,7 +158,7 @@ class Quantize(TypedDict):
 
 
 class Eval(TypedDict):
-    """What `localllm eval --json` prints."""
+    """Output of `localllm eval --json`."""
 
     rows: list[Quality]
 
@@ -178,7 +178,7 @@ class HostExperts(TypedDict):
 
 
 class Rank(TypedDict):
-    """What one of several cards holds."""
+    """The memory of one of several cards."""
 
     device: str
     weight_bytes: Count
@@ -222,7 +222,7 @@ class PlanRow(TypedDict):
 
 
 class Plan(TypedDict):
-    """What `localllm plan --json` prints."""
+    """Output of `localllm plan --json`."""
 
     machine: dict[str, Any]
     rows: list[PlanRow]
@@ -266,7 +266,7 @@ class CatalogModel(TypedDict):
 
 
 class Catalog(TypedDict):
-    """What `localllm catalog --json` prints."""
+    """Output of `localllm catalog --json`."""
 
     machine: dict[str, Any]
     models: list[CatalogModel]

@@ -1,4 +1,4 @@
-"""`python -m localllm.cli.documents.schemas`: write the JSON schema of every document to localllm/schemas."""
+"""`python -m localllm.cli.documents.schemas` writes the JSON schema of every document to localllm/schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.bench.results import BenchResult
 
 from . import machine, models, talk
 
-# name in `localllm.NAME/1` -> type; of `events` each line is one of several
+# name in `localllm.NAME/1` -> type; an `events` line is one of several types
 DOCUMENTS: dict[str, Any] = {
     "batch": talk.Batch,
     "bench": BenchResult,
@@ -43,13 +43,13 @@ DOCUMENTS: dict[str, Any] = {
     "tune": machine.Tune,
 }
 TITLES = {
-    "bench": "What `localllm bench --json` prints",
+    "bench": "Output of `localllm bench --json`",
     "events": "One line of `run --json --stream` (stdout) or `--progress json` (stderr)",
 }
 
 
 def schema_text(name: str) -> str:
-    """The schema of a document, as it stands in its file."""
+    """The schema of a document, as stored in its file."""
     made = TypeAdapter(DOCUMENTS[name]).json_schema(mode="serialization")
     _drop_titles(made)
     said = made.pop("description", "").splitlines()
@@ -58,7 +58,7 @@ def schema_text(name: str) -> str:
         "$id": f"localllm.{name}/1",
         "title": TITLES.get(name) or said[0].rstrip("."),
     }
-    if "properties" in made:  # what `Console.emit` puts in front
+    if "properties" in made:  # `Console.emit` adds these two
         first = {"schema": {"const": head["$id"]}, "version": {"type": "string"}}
         made["properties"] = first | made["properties"]
         made["required"] = [*first, *made.get("required", [])]
@@ -66,7 +66,7 @@ def schema_text(name: str) -> str:
 
 
 def _drop_titles(node: Any) -> None:
-    """Take out the titles that pydantic makes of names."""
+    """Remove the titles that pydantic derives from names."""
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]

@@ -1,4 +1,4 @@
-"""What `run`, `logs` and the commands around a server print with --json."""
+"""Documents of `run`, `logs` and the commands around a server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Params(TypedDict):
 
 
 class Run(TypedDict):
-    """What `localllm run --json` prints."""
+    """Output of `localllm run --json`."""
 
     model: str
     revision: str | None
@@ -192,7 +192,7 @@ class WholeChat(TypedDict):
 
 
 class Logs(TypedDict):
-    """What `localllm logs --json` prints."""
+    """Output of `localllm logs --json`."""
 
     chats: NotRequired[list[ChatRow]]
     query: NotRequired[str]
@@ -204,7 +204,7 @@ class Logs(TypedDict):
 
 
 class Batch(TypedDict):
-    """What `localllm batch --json` prints."""
+    """Output of `localllm batch --json`."""
 
     output: str
     total: Count
@@ -218,7 +218,7 @@ class Batch(TypedDict):
 
 
 class Connect(TypedDict):
-    """What `localllm connect --json` prints."""
+    """Output of `localllm connect --json`."""
 
     apps: NotRequired[dict[str, str]]
     app: NotRequired[str]
@@ -258,7 +258,7 @@ class GpuProcess(TypedDict):
 
 
 class Ps(TypedDict):
-    """What `localllm ps --json` prints."""
+    """Output of `localllm ps --json`."""
 
     processes: list[Process]
     gpu_processes: list[GpuProcess]
@@ -266,15 +266,15 @@ class Ps(TypedDict):
 
 
 class Service(TypedDict):
-    """What `localllm service --json` prints."""
+    """Output of `localllm service --json`."""
 
-    # waiting: the server starts at the first connection
+    # waiting: the server starts on the first connection
     state: Literal["not installed", "waiting", "running"]
     kind: Literal["systemd", "process", None]
     url: str | None
     pid: int | None
-    models: Annotated[list[str], Field(description="that are loaded now")]
-    units: Annotated[list[str], Field(description="unit files of systemd")]
+    models: Annotated[list[str], Field(description="currently loaded")]
+    units: Annotated[list[str], Field(description="systemd unit files")]
 
 
 class StoppedServer(TypedDict):
@@ -284,7 +284,7 @@ class StoppedServer(TypedDict):
 
 
 class Stop(TypedDict):
-    """What `localllm stop --json` prints."""
+    """Output of `localllm stop --json`."""
 
     stopped: list[StoppedServer]
     unloaded: list[StoppedServer]

@@ -1,4 +1,4 @@
-"""Values that several documents share."""
+"""Types that several documents share."""
 
 from __future__ import annotations
 

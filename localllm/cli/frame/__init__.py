@@ -1,1 +1,1 @@
-"""What all commands share: the program, its options, help, errors, console, progress and log."""
+"""Shared by all commands: the program, its options, help, errors, console, progress and log."""

@@ -1,6 +1,6 @@
-"""A command as it is written down, what it runs in, and the Typer command that is made of it.
+"""How a command is declared, the environment it runs in, and the Typer command built from it.
 
-Global options are accepted before and after the command; the one nearer to the command wins.
+Global options are accepted before and after the command; the one closer to the command wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from localllm.cli.frame.progress import Progress
     from localllm.config import UserConfig
 
-# of every Typer application: help and errors are ours
+# for every Typer application: help and errors are our own
 SETTINGS = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 PROGRESS = ("auto", "plain", "json", "none")
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -37,30 +37,30 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 @dataclass(frozen=True)
 class Options:
-    """The global options; None where nothing was said."""
+    """The global options; None where an option was not given."""
 
-    quiet: Annotated[bool | None, Option("-q", "--quiet", help="Only results, warnings and errors.")] = None
+    quiet: Annotated[bool | None, Option("-q", "--quiet", help="Print only results, warnings and errors.")] = None
     verbose: Annotated[
-        int, Option("-v", "--verbose", count=True, show_default=False, help="Log lines on stderr; twice: all.")
+        int, Option("-v", "--verbose", count=True, show_default=False, help="Print log lines to stderr; twice for all.")
     ] = 0
-    json: Annotated[bool | None, Option("--json", help="One JSON object on stdout.")] = None
-    progress: Annotated[str | None, Option(metavar="auto|plain|json|none", help="How progress is shown.")] = None
-    color: Annotated[str | None, Option(metavar="auto|always|never", help="Colour on terminals.")] = None
-    offline: Annotated[bool | None, Option("--offline", help="Use no network.")] = None
-    yes: Annotated[bool | None, Option("-y", "--yes", help="Agree to every question.")] = None
-    no_input: Annotated[bool | None, Option("--no-input", help="Ask nothing; exit 2 instead.")] = None
-    config: Annotated[Path | None, Option(metavar="PATH", help="Another settings file.")] = None
-    device: Annotated[str | None, Option(metavar="auto|cuda:0|cpu", help="Where to run.")] = None
-    log_file: Annotated[Path | None, Option(metavar="PATH", help="Where to write the log.")] = None
+    json: Annotated[bool | None, Option("--json", help="Print one JSON object to stdout.")] = None
+    progress: Annotated[str | None, Option(metavar="auto|plain|json|none", help="How to show progress.")] = None
+    color: Annotated[str | None, Option(metavar="auto|always|never", help="When to use color.")] = None
+    offline: Annotated[bool | None, Option("--offline", help="Do not use the network.")] = None
+    yes: Annotated[bool | None, Option("-y", "--yes", help="Answer yes to every question.")] = None
+    no_input: Annotated[bool | None, Option("--no-input", help="Never ask; exit 2 instead.")] = None
+    config: Annotated[Path | None, Option(metavar="PATH", help="Use this settings file.")] = None
+    device: Annotated[str | None, Option(metavar="auto|cuda:0|cpu", help="Device to run on.")] = None
+    log_file: Annotated[Path | None, Option(metavar="PATH", help="File to write the log to.")] = None
 
     def over(self, outer: Options) -> Options:
-        """These options, with gaps filled from the ones given before the command."""
+        """Return these options, with gaps filled from those given before the command."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, 0)}
         return replace(outer, **given)
 
 
 class Env:
-    """What a command gets beside its own arguments: the console, the options, the settings."""
+    """The environment of a command: console, options and settings."""
 
     def __init__(self, options: Options) -> None:
         color = "auto" if options.color is None else options.color
@@ -80,13 +80,13 @@ class Env:
 
     @cached_property
     def config(self) -> UserConfig:
-        """The settings, without a command's own flags."""
+        """The settings, without the command's own flags."""
         return self.settings({})
 
     def settings(self, flags: Mapping[str, Any], *, strict: bool = False) -> UserConfig:
-        """The settings with a command's flags (paths of settings -> values) on top; warnings are shown once.
+        """Load the settings with a command's flags (setting paths -> values) on top; warnings are shown once.
 
-        strict   a settings file that cannot be read is an error: for a command that its defaults would lay open
+        strict   an unreadable settings file is an error, for commands whose defaults would be less safe than the file
         """
         from localllm.config import load_config
 
@@ -102,7 +102,7 @@ class Env:
         return bool(self.config.offline)
 
     def progress(self, title: str) -> Progress:
-        """How slow phases are shown."""
+        """The progress display for slow phases."""
         from localllm.cli.frame.progress import make_progress
 
         return make_progress(self.console, self.options.progress or "auto", title)
@@ -110,22 +110,22 @@ class Env:
 
 @dataclass(frozen=True)
 class Spec:
-    """A command as written down: its function and its examples."""
+    """A declared command: its function and its examples."""
 
     run: Callable[..., Any]
     examples: tuple[str, ...]
 
 
 def command(*examples: str) -> Callable[[Callable[..., Any]], Spec]:
-    """Mark `def name(env: Env, ...)` as a command; its docstring is the help, `examples` stand below the usage line.
+    """Declare `def name(env: Env, ...)` as a command; its docstring is the help, `examples` follow the usage line.
 
-    A parameter whose annotation is a dataclass is a group of options: its fields are the options.
+    A parameter annotated with a dataclass is a group of options: each field is an option.
     """
     return lambda run: Spec(run, examples)
 
 
 def build(name: str, spec: Spec) -> Any:
-    """The Typer command of a `Spec`: its own parameters, then the global ones."""
+    """Build the Typer command of a `Spec`: its own parameters, then the global ones."""
     hints = typing.get_type_hints(spec.run, include_extras=True)
     groups: dict[str, type[Any]] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}  # type: ignore[misc]
     own: list[inspect.Parameter] = []
@@ -157,27 +157,27 @@ def build(name: str, spec: Spec) -> Any:
 
 
 def options_of(group: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters of a command."""
+    """Turn the fields of a dataclass into parameters of a command."""
     hints = typing.get_type_hints(group, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
     return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
 def with_parameters(call: Any, parameters: Sequence[inspect.Parameter]) -> Any:
-    """The function, with a signature for Typer to read."""
+    """Give the function a signature for Typer to read."""
     call.__signature__ = inspect.Signature(list(parameters))
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     return call
 
 
 def _words(info: Any) -> list[str]:
-    """How an option is spelled: `-a`, `--attach`."""
+    """The spellings of an option: `-a`, `--attach`."""
     names = [info.default, *(info.param_decls or ())] if hasattr(info, "param_decls") else []
     return [n for n in names if isinstance(n, str) and n.startswith("-")]
 
 
 def _without(hint: Any, taken: set[str]) -> Any:
-    """A global option's annotation in the global panel, less the spellings that a command uses for itself."""
+    """A global option's annotation for the global panel, without the spellings that the command uses itself."""
     base, info = hint.__origin__, copy.copy(hint.__metadata__[0])
     if words := _words(info):
         info.default, *info.param_decls = [word for word in words if word not in taken]
@@ -186,7 +186,7 @@ def _without(hint: Any, taken: set[str]) -> Any:
 
 
 def guarded(options: Options, body: Callable[[Env], Any]) -> int:
-    """Run the body of a command in its environment; every failure becomes a message and an exit code."""
+    """Run a command's body in its environment; every failure becomes a message and an exit code."""
     try:
         refuse_outside_tests()
         env = Env(options)
@@ -194,6 +194,6 @@ def guarded(options: Options, body: Callable[[Env], Any]) -> int:
     except LocalLLMError as error:
         return Console(as_json=bool(options.json)).fail(error)
     if not gc.isenabled():
-        gc.freeze()  # what was imported stays
+        gc.freeze()  # imported modules stay for good
         gc.enable()
     return exit_code(env.console, lambda: body(env))

@@ -1,6 +1,6 @@
-"""Answers a shell that completes a command's or a local model's name, without loading the program.
+"""Completes command names and local model names for a shell without loading the program.
 
-What needs the program's options is left to Typer: `answered` then says no, having printed nothing.
+Everything that needs the program's options is left to Typer: `answered` then returns False without printing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from localllm.cli.commands import ALIASES, COMMANDS
 
 # commands whose first word is a model
 ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "stop", "tune"})
-MANY_MODELS = frozenset({"plan", "pull", "rm", "serve"})  # commands whose words all are
+MANY_MODELS = frozenset({"plan", "pull", "rm", "serve"})  # commands whose words are all models
 
 
 def answered() -> bool:
-    """Print the completions when they are of the quick kind; False when Typer must be asked."""
+    """Print completions that need no Typer; return False when Typer must be asked."""
     shell = os.environ["_LOCALLLM_COMPLETE"].removeprefix("complete_")
     words = _words(shell)
     found = None if words is None else candidates(words[:-1], words[-1])
@@ -32,7 +32,7 @@ def answered() -> bool:
 
 
 def candidates(before: list[str], incomplete: str) -> list[tuple[str, str]] | None:
-    """(value, help) of what may stand where `incomplete` does, after the words `before`; None when it is not known."""
+    """(value, help) pairs that can replace `incomplete` after the words `before`; None when that is not known."""
     if incomplete.startswith("-") or any(word.startswith("-") for word in before):
         return None
     if not before:
@@ -46,7 +46,7 @@ def candidates(before: list[str], incomplete: str) -> list[tuple[str, str]] | No
 
 
 def _words_of(command: str, before: list[str]) -> list[tuple[str, str]]:
-    """What `config` and `logs` take after the words `before`: an action, a setting, a value, a chat."""
+    """The words that `config` and `logs` accept after `before`: an action, a setting, a value, a chat."""
     if command == "logs":
         if not before:
             return [(word, "") for word in ("list", "search", "show", "export", "import", "rm")]
@@ -64,7 +64,7 @@ def _words_of(command: str, before: list[str]) -> list[tuple[str, str]]:
 
 
 def _chats() -> list[tuple[str, str]]:
-    """Ids of saved chats with their titles; nothing raises."""
+    """Ids of saved chats with their titles; never raises."""
     from localllm.errors import LocalLLMError
     from localllm.history.store import History
 
@@ -76,7 +76,7 @@ def _chats() -> list[tuple[str, str]]:
 
 
 def local_names() -> list[str]:
-    """Names of the models on this machine, from folder names alone: no file is opened, nothing raises."""
+    """Names of the models on this machine, from folder names alone: opens no file and never raises."""
     from localllm.errors import LocalLLMError
     from localllm.hub.local import scan
 
@@ -87,7 +87,7 @@ def local_names() -> list[str]:
 
 
 def _words(shell: str) -> list[str] | None:
-    """The words after the program's name, the last one being completed; None where the shell's way is not known."""
+    """The words after the program's name, the last one incomplete; None for an unknown shell."""
     try:
         if shell == "bash":
             words = shlex.split(os.environ["COMP_WORDS"])
@@ -96,13 +96,13 @@ def _words(shell: str) -> list[str] | None:
         if shell in ("zsh", "fish"):
             line = os.environ.get("_TYPER_COMPLETE_ARGS", "")
             return [*shlex.split(line)[1:], *([""] if not line or line.endswith(" ") else [])] or [""]
-    except (KeyError, ValueError, IndexError):  # a line with an open quote: Typer splits more forgivingly
+    except (KeyError, ValueError, IndexError):  # a line with an open quote: Typer splits it more forgivingly
         return None
     return None
 
 
 def _shown(shell: str, found: Iterable[tuple[str, str]]) -> str | None:
-    """As the shell's completion script wants it; None for another shell."""
+    """Format completions for the shell's completion script; None for an unknown shell."""
     found = list(found)
     if shell == "bash":
         return "\n".join(value for value, _ in found)

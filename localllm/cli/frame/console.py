@@ -1,7 +1,7 @@
-"""Line output: results on stdout, the rest on stderr; tables, questions, an error as panel, JSON and exit code.
+"""Line output: results on stdout, everything else on stderr; tables, questions, errors, JSON and exit codes.
 
-Text from outside is made harmless before a terminal sees it (`terminal.clean`); on a pipe or file it passes verbatim.
-No colour is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal. Progress is `progress.py`.
+Foreign text is cleaned before it reaches a terminal (`terminal.clean`); to a pipe or file it passes verbatim.
+No color is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal. Progress is in `progress.py`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from localllm.terminal import (
     terminal_size,
 )
 
-MAX_FIXES = 5  # An error has at most eight lines: what, why, hint, and these.
+MAX_FIXES = 5  # an error has at most eight lines: what, why, hint, and these
 
-MIN_NOTE = 14  # cells of a table's note below which a column is left out for it
+MIN_NOTE = 14  # minimum width of a table's note before a column is dropped for it
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
 _ASCII = str.maketrans("✓✗–·━╸─≈╭╮╰╯│", "+x-|=>-~++++|") | {ord("…"): "...", ord("→"): "->"}
@@ -43,13 +43,13 @@ _COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
 
 
 def silence(stream: IO[str]) -> None:
-    """Send what is still buffered, and what is written from now on, nowhere."""
+    """Discard what is still buffered and everything written from now on."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Messages:
-    """stderr. What cannot be written there (a full disk, a reader that went away) is lost, and ends nothing."""
+    """stderr. Text that cannot be written (full disk, closed reader) is dropped; that never ends the command."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -72,11 +72,11 @@ class Messages:
 
 @dataclass
 class Console:
-    """Where a command writes. `as_json`, `quiet`, `yes` and `color` are the global options of these names.
+    """Where a command writes. `as_json`, `quiet`, `yes` and `color` are the global options of the same names.
 
-    verbose   0, 1 (log lines on stderr), 2 (tracebacks too)
+    verbose   0, 1 (log lines on stderr), 2 (also tracebacks)
     ask       False with --no-input
-    as_events messages on stderr are events, one JSON object a line: --progress json
+    as_events messages on stderr are events, one JSON object per line: --progress json
     """
 
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
@@ -93,11 +93,11 @@ class Console:
         self.out_tty = is_tty(self.stdout)
         self.err_tty = is_tty(self.stderr)
         self._cleaner = Cleaner()
-        self._has_document = False  # stdout holds the one JSON object already
+        self._has_document = False  # stdout already holds the one JSON object
         self._start = time.monotonic()
 
     def event(self, event: Mapping[str, Any], stream: IO[str] | None = None) -> None:
-        """An event (schema events/1) as one line on stderr or another stream, with the seconds since the start."""
+        """Write an event (schema events/1) as one line to stderr or `stream`, with the seconds since the start."""
         line = {"t": round(time.monotonic() - self._start, 3), **event}
         text = json_safe(json.dumps(line, ensure_ascii=False, default=str)) + "\n"
         if stream is None:
@@ -114,26 +114,26 @@ class Console:
         return is_tty(stream) or bool(os.environ.get("FORCE_COLOR"))
 
     def style(self, text: str, name: str, *, err: bool = False) -> str:
-        """`text` in a style, or as it is where there is no colour."""
+        """Return `text` in a style, or unchanged where color is off."""
         if not text or not self.colored(self.stderr if err else self.stdout):
             return text
         return f"\x1b[{_STYLES[name]}m{text}\x1b[0m"
 
     def glyphs(self, text: str, *, err: bool = False) -> str:
-        """Our own marks in ASCII where the stream cannot take them."""
+        """Replace our own symbols with ASCII where the stream's encoding lacks them."""
         return text if is_utf8(self.stderr if err else self.stdout) else text.translate(_ASCII)
 
     def answer(self, text: str) -> None:
-        """A piece of an answer on stdout, at once: verbatim off a terminal, harmless on one."""
+        """Write a piece of an answer to stdout at once: verbatim off a terminal, cleaned on one."""
         self.raw(self._cleaner.push(text) if self.out_tty else text)
 
     def raw(self, text: str) -> None:
-        """Our own text on stdout, styles included; data in it was cleaned by the caller."""
+        """Write our own text to stdout, styles included; the caller has cleaned any data in it."""
         self.stdout.write(text)
         self.stdout.flush()
 
     def line(self, text: str = "") -> None:
-        """One line of a result on stdout, nothing with --json; data in it was cleaned by the caller."""
+        """Write one line of a result to stdout, nothing with --json; the caller has cleaned any data in it."""
         if not self.as_json:
             self.raw(self.glyphs(text) + "\n")
 
@@ -141,21 +141,21 @@ class Console:
         self.line(self.style(text, "bold"))
 
     def say(self, text: str) -> None:
-        """A message on stderr; nothing with --quiet. Data in it was cleaned by the caller."""
+        """Write a message to stderr; nothing with --quiet. The caller has cleaned any data in it."""
         if self.as_events:
             self.event({"event": "note", "message": clean(text)})
         elif not self.quiet:
             self._err(self.glyphs(text, err=True) + "\n")
 
     def warn(self, text: str) -> None:
-        """A warning on stderr, also with --quiet."""
+        """Write a warning to stderr, even with --quiet."""
         if self.as_events:
             self.event({"event": "warning", "message": clean(text)})
         else:
             self._err(self.style("warning: ", "yellow", err=True) + clean(text) + "\n")
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> bool:
-        """With --json the one JSON object of a command on stdout, else nothing; says which.
+        """With --json, write the command's JSON object to stdout and return True; otherwise return False.
 
         kind   'run/1', 'ls/1' and so on
         """
@@ -164,7 +164,7 @@ class Console:
         return self.as_json
 
     def write_json(self, value: Mapping[str, Any]) -> None:
-        """One JSON value and a newline on stdout: indented on a terminal, compact otherwise."""
+        """Write one JSON value and a newline to stdout: indented on a terminal, compact otherwise."""
         self._has_document = True
         indent = 2 if self.out_tty else None
         separators = None if indent else (",", ":")
@@ -178,10 +178,10 @@ class Console:
         right: Sequence[str] = (),
         spare: Sequence[str] = (),
     ) -> None:
-        """A borderless table on stdout. Cells are cleaned; the columns named in `right` are right-aligned.
+        """Write a borderless table to stdout. Cells are cleaned; columns named in `right` are right-aligned.
 
-        Those in `spare` are left out, in that order, on a terminal too narrow for all. A last column without a name is
-        a note: it is cut first.
+        On a terminal too narrow for all columns, those in `spare` are dropped in that order. A last column without a
+        name is a note, which is cut first.
         """
         cells = [[clean_line(cell) for cell in row] for row in rows]
         if self.out_tty:
@@ -196,7 +196,7 @@ class Console:
             self.line(self.style(text, "dim") if number == 0 else text)
 
     def paragraph(self, text: str) -> None:
-        """A message on stderr, broken at words where a terminal is too narrow for it."""
+        """Write a message to stderr, wrapped at words where the terminal is too narrow."""
         start = text[: len(text) - len(text.lstrip())]
         width = max(20, columns(self.err_tty))
         for line in [text] if self.as_events else wrapped(text, width, subsequent_indent=start):
@@ -208,12 +208,12 @@ class Console:
         return self.ask and self.err_tty and is_tty(sys.stdin)
 
     def confirm(self, question: str, *, default: bool = True, flag: str = "-y") -> bool:
-        """Ask on the terminal. --yes answers; without a terminal it is a ConfigError naming the flag to pass."""
+        """Ask on the terminal. --yes agrees; without a terminal, raises a ConfigError that names the flag to pass."""
         if self.yes:
             return True
         if not self.can_ask:
             raise ConfigError(
-                f"{clean_line(question)} needs an answer, and this is not a terminal", f"pass {flag} to agree"
+                f"{clean_line(question)} needs an answer, but this is not a terminal", f"pass {flag} to agree"
             )
         self._err(f"{question} {'[Y/n]' if default else '[y/N]'} ")
         reply = sys.stdin.readline()
@@ -224,12 +224,12 @@ class Console:
         return default if not reply else reply in ("y", "yes")
 
     def to_terminal(self, sequence: str) -> None:
-        """Something that the terminal obeys; nothing where stderr is none."""
+        """Write a terminal control sequence to stderr; nothing when stderr is no terminal."""
         if self.err_tty:
             self._err(sequence)
 
     def fail(self, error: LocalLLMError) -> int:
-        """Show an error: lines on stderr, with --json also as JSON on stdout, unless the result is there already.
+        """Show an error on stderr; with --json also as JSON on stdout, unless the result is already there.
 
         Returns the exit code.
         """
@@ -243,7 +243,7 @@ class Console:
             self.stdout.flush()
         except BrokenPipeError:
             raise
-        except OSError:  # stdout takes nothing more: that is the error
+        except OSError:  # stdout accepts no more output, which is the error being shown
             silence(self.stdout)
         return error.exit_code
 
@@ -253,30 +253,30 @@ class Console:
 
 
 def columns(is_terminal: bool) -> int:
-    """Columns to fill; off a terminal a line is never broken, so that grep finds the whole of it."""
+    """Columns to fill. Off a terminal, lines are never wrapped, so grep finds whole lines."""
     return terminal_size().columns - 1 if is_terminal else 10_000
 
 
 def wrapped(text: str, width: int, **indents: str) -> list[str]:
-    """Lines of a text, broken at words only."""
+    """Wrap a text at words only."""
     return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)  # type: ignore[arg-type]
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word that was probably meant; "" where none is near."""
+    """The known word that was probably meant; "" when none is close."""
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(word, known, 1, cutoff)), "")
 
 
 def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
-    """Raise ConfigError for a word that the option does not take."""
+    """Raise ConfigError for a value that the option does not accept."""
     if value not in known:
         raise ConfigError(f"{option} must be one of {', '.join(known)}, not {value!r}", hint)
 
 
 def iso(seconds: float | None) -> str | None:
-    """A moment, for JSON; None where there is none."""
+    """A time in ISO 8601, for JSON; None for None."""
     return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
@@ -292,7 +292,7 @@ def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]
 def _narrowed(
     columns: Sequence[str], cells: list[list[str]], spare: Sequence[str], room: int
 ) -> tuple[list[str], list[list[str]]]:
-    """What is left of a table in `room` columns."""
+    """Drop and cut columns until the table fits in `room` columns."""
     names, spares = list(columns), list(spare)
     while True:
         widths = _widths(names, cells)
@@ -310,7 +310,7 @@ def _narrowed(
 
 
 def error_fixes(error: LocalLLMError) -> list[tuple[str, str]]:
-    """(command, note) pairs: those given, else the commands in the hint."""
+    """(command, note) pairs: the error's fixes, else the commands in its hint."""
     if error.fixes:
         return list(error.fixes)[:MAX_FIXES]
     hint = clean_line(error.hint)
@@ -320,7 +320,7 @@ def error_fixes(error: LocalLLMError) -> list[tuple[str, str]]:
 
 
 def error_text(error: LocalLLMError, style: Any = lambda text, _: text) -> str:
-    """At most eight lines: what, why, and what to do next, the commands last."""
+    """Format an error in at most eight lines: what, why, and what to do next, commands last."""
     lines = [f"{style('error:', 'red')} {clean_line(error.message)}   {style(f'[{error.code}]', 'dim')}"]
     if error.why:
         lines.append(f"  {style('why', 'dim')}   {clean_line(error.why)}")

@@ -1,4 +1,4 @@
-"""The one way out of every command: a failure becomes a message, a line in the log, and an exit code."""
+"""The single exit path of every command: a failure becomes a message, a log line and an exit code."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def exit_code(console: Console, body: Callable[[], Any]) -> int:
 
 
 def interrupted(console: Console, error: Aborted | None = None) -> int:
-    """Ctrl-C: say so at once; a second one ends the process without waiting for anything."""
-    with contextlib.suppress(ValueError):  # not in the main thread: tests
+    """Ctrl-C: say so at once; a second Ctrl-C ends the process without waiting."""
+    with contextlib.suppress(ValueError):  # outside the main thread, in tests
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     if console.as_json:
         return console.fail(error or Aborted("stopped by Ctrl-C"))
@@ -55,7 +55,7 @@ def interrupted(console: Console, error: Aborted | None = None) -> int:
 
 
 def broken_pipe() -> int:
-    """The reader of stdout went away: be quiet, also when the interpreter flushes at its end."""
+    """The reader of stdout went away: stay quiet, even when the interpreter flushes on exit."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, AttributeError):
@@ -64,8 +64,7 @@ def broken_pipe() -> int:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End without waiting for a model that is loading or computing in another thread: tearing the interpreter down
-    below it would abort the process instead."""
+    """Exit without waiting for a thread that loads or runs a model: tearing the interpreter down would abort it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -73,7 +72,7 @@ def leave_now(code: int) -> NoReturn:
 
 
 def explain(error: Exception) -> LocalLLMError:
-    """What a user can do about an exception that nobody expected; the traceback goes to the log."""
+    """Turn an unexpected exception into an error with advice; the traceback goes to the log."""
     if isinstance(error, MemoryError):
         return OutOfMemory("memory ran out", "close other programs, or use a smaller model or --ctx")
     if isinstance(error, OSError) and error.strerror and error.errno:
@@ -85,7 +84,7 @@ def explain(error: Exception) -> LocalLLMError:
     LOG.error("unexpected error", exc_info=error)
     first = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {first[0][:200]}" if first else type(error).__name__
-    return InternalError(f"unexpected error: {what}", f"the details are in {logs.path()}; `localllm doctor` may help")
+    return InternalError(f"unexpected error: {what}", f"see {logs.path()} for details; `localllm doctor` may help")
 
 
 def _fail(console: Console, error: LocalLLMError) -> int:

@@ -1,4 +1,4 @@
-"""Where log lines go: a rotating file, and stderr with -v. Nothing is written until there is something to write."""
+"""Where log lines go: a rotating file, and stderr with -v. The file is created with its first line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from localllm.errors import ConfigError
 from localllm.paths import log_dir
 from localllm.terminal import clean
 
-MAX_BYTES = 2 << 20  # Size of one log file; three are kept.
+MAX_BYTES = 2 << 20  # of one log file; three are kept
 
 
 class _Lines(logging.Formatter):
-    """One record, one line (a traceback follows indented); control characters of foreign text never reach the file."""
+    """One line per record, with an indented traceback; control characters of foreign text never reach the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         trace = record.exc_info
@@ -31,7 +31,7 @@ class _Lines(logging.Formatter):
 
 
 class _LazyFile(logging.handlers.RotatingFileHandler):
-    """Makes its folder when it is opened; a file that cannot be written to later costs the log, not the command."""
+    """Creates its folder on first use; a file that later cannot be written costs the log, not the command."""
 
     def _open(self):  # type: ignore[no-untyped-def]  # the type is typeshed's own detail
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def path() -> Path:
 
 
 def start(file: Path | None = None, verbose: int = 0) -> None:
-    """Send all loggers to the file, warnings of libraries included; with `verbose` ours to stderr as well.
+    """Send all loggers to the file, including library warnings; with `verbose`, also to stderr.
 
-    Raises ConfigError when a file that was named cannot be opened; the usual one is opened with its first line.
+    Raises ConfigError when `file` cannot be opened. The default file is opened with its first line.
     """
     stop()
     target = file or log_dir() / "localllm.log"
@@ -59,7 +59,7 @@ def start(file: Path | None = None, verbose: int = 0) -> None:
         to_file = _LazyFile(target, delay=file is None, **limits)
     except OSError as error:
         message = f"--log-file: {target} cannot be written: {error.strerror}"
-        raise ConfigError(message, "name a file in a folder that you can write to") from None
+        raise ConfigError(message, "choose a file in a writable folder") from None
     handlers: dict[logging.Handler, str] = {to_file: "%(asctime)s %(levelname)s %(name)s: %(message)s"}
     if verbose:
         handlers[logging.StreamHandler(sys.stderr)] = "%(levelname)s %(name)s: %(message)s"
@@ -73,7 +73,7 @@ def start(file: Path | None = None, verbose: int = 0) -> None:
 
 
 def no_stderr() -> None:
-    """Take log lines off stderr: before a full-screen interface opens."""
+    """Take log lines off stderr, before a full-screen interface opens."""
     for handler in _ours():
         if not isinstance(handler, _LazyFile):
             logging.getLogger().removeHandler(handler)

@@ -1,4 +1,4 @@
-"""The program behind the `localllm` command: how a command is found, run and ended."""
+"""The program behind the `localllm` command: finds, runs and ends a command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = tuple(one.name for one in COMMANDS)
 
 
 class Root(QuickParams, TyperGroup):
-    """The program: finds commands by name without importing the others, and shows every usage error our way."""
+    """The program: imports only the command that is called, and shows every usage error in our format."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(NAMES)
@@ -43,7 +43,7 @@ class Root(QuickParams, TyperGroup):
         return build(name, spec)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of a command line, or say which was probably meant."""
+        """Find the command of a command line, or suggest the one that was probably meant."""
         name = args[0]
         if not name.startswith("-") and ALIASES.get(name, name) not in NAMES and not ctx.resilient_parsing:
             from difflib import get_close_matches
@@ -51,7 +51,7 @@ class Root(QuickParams, TyperGroup):
             near = get_close_matches(name, NAMES, 2)
             meant = f". Did you mean {' or '.join(near)}?" if near else ""
             hint = f"localllm {near[0]} -h" if near else "localllm --help"
-            raise ConfigError(f"no such command: {name}{meant}", hint)
+            raise ConfigError(f"unknown command: {name}{meant}", hint)
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -60,7 +60,7 @@ class Root(QuickParams, TyperGroup):
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> Any:
-        """Run a command line; always ends in SystemExit with one of the documented codes."""
+        """Run a command line; always ends in SystemExit with a documented code."""
         words = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in words
         if words[:1] == ["help"]:
@@ -69,7 +69,7 @@ class Root(QuickParams, TyperGroup):
                 sys.exit(0)
             if len(words) > 1 and CODE.fullmatch(words[1]):
                 error = ConfigError(
-                    f"there is no error {words[1].upper()}; there are {', '.join(kinds())}", "localllm help E501"
+                    f"unknown error code {words[1].upper()}; the codes are {', '.join(kinds())}", "localllm help E501"
                 )
                 sys.exit(Console(as_json=as_json).fail(error))
             words = [*words[1:2], "--help"]
@@ -82,7 +82,7 @@ class Root(QuickParams, TyperGroup):
             code = 130
         except BrokenPipeError:
             code = broken_pipe()
-        except SystemExit as stop:  # click's own answer to a reader that went away is exit code 1
+        except SystemExit as stop:  # click answers a closed reader with exit code 1
             code = broken_pipe() if isinstance(stop.__context__, BrokenPipeError) else stop.code
         except Exception as error:
             code = _usage_error(error, as_json)
@@ -97,7 +97,7 @@ def _groups() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _usage_error(error: Exception, as_json: bool) -> int:
-    """A wrong command line (an exception of Typer's parser) in the form of all errors; anything else is our fault."""
+    """Show a wrong command line (an exception of Typer's parser) as one of our errors; anything else is a bug."""
     message = getattr(error, "format_message", None)
     if message is None:
         return Console(as_json=as_json).fail(explain(error))
@@ -118,7 +118,7 @@ def _version(value: bool) -> None:
 
 
 def _all_help(write: Callable[[str, list[tuple[str, str]]], str]) -> Callable[[typer.Context, bool], None]:
-    """An option that prints the help of everything as `write` has it."""
+    """An option that prints all help texts in the form that `write` gives them."""
 
     def callback(ctx: typer.Context, value: bool) -> None:
         if value:
@@ -159,13 +159,13 @@ def root(
         print(ctx.get_help())
 
 
-# the program takes the global options, too, so that they may also stand before the command
+# the program also takes the global options, so they may come before the command
 _own = [p for p in inspect.signature(root, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
 app.callback()(with_parameters(root, [*_own, *options_of(Options)]))
 
 
 def _in_a_terminal() -> bool:
-    """Whether the first screen can be shown: typed into and drawn on."""
+    """Whether the home screen can be shown: stdin, stdout and stderr are terminals."""
     from localllm.terminal import dumb, is_tty
 
     return not dumb() and all(is_tty(stream) for stream in (sys.stdin, sys.stdout, sys.stderr))
@@ -178,7 +178,7 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run the command line of this process."""
     _usable_streams()
-    # A crash in native code (SIGSEGV, or SIGBUS for a model file that is cut while it is being loaded) says where.
+    # a crash in native code (SIGSEGV, or SIGBUS when a model file is truncated during loading) prints a traceback
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def _usable_streams() -> None:
-    """Standard streams that are closed, or that cannot write every character, must not end in a traceback."""
+    """Keep closed standard streams, and characters they cannot encode, from ending in a traceback."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:

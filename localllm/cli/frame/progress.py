@@ -1,7 +1,7 @@
 """How slow phases are shown on stderr: a bar on a terminal, lines in a log, NDJSON for programs, or nothing.
 
-The bar is drawn with carriage returns and spaces only, so that NO_COLOR leaves no escape sequence at all. A bar never
-runs backwards, says when nothing has moved for ten seconds, and is wiped before an answer is printed.
+The bar uses carriage returns and spaces only, so NO_COLOR leaves no escape sequences. It never runs backwards, says
+when nothing has moved for ten seconds, and is erased before an answer is printed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from localllm.cli.frame.console import Console
 from localllm.request import LoadProgress
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, seconds_short, terminal_size
 
-STALL_S = 10.0  # Seconds without movement before the bar says so.
-PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
+STALL_S = 10.0  # without movement before the bar says so
+PLAIN_EVERY_S = 5.0  # between lines while a phase moves
 
 
 class Progress:
-    """A way to show phases; this one shows nothing. Bytes of a download never fall back, whatever a retry reports."""
+    """A progress display; this one shows nothing. Downloaded bytes never go down, whatever a retry reports."""
 
     def __init__(self, console: Console, title: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -28,10 +28,10 @@ class Progress:
         self._clock = clock
         self._done = self._total = 0
         self._moved_at = clock()
-        self._resumed = -1  # per cent that an earlier run had downloaded; -1 where there was none
+        self._resumed = -1  # percent that an earlier run had downloaded; -1 when there was none
 
     def update(self, phase: LoadProgress) -> None:
-        """A phase moved."""
+        """Report that a phase moved."""
         if phase.name == "download":
             is_first = not self._total
             self._total = max(self._total, phase.total)
@@ -44,26 +44,26 @@ class Progress:
         self._show(phase)
 
     def tick(self) -> None:
-        """Time passed; called a few times a second."""
+        """Report that time passed; called a few times a second."""
 
     def interrupted(self) -> str:
-        """Ctrl-C: what to say about going on; empty when there is nothing to go on with."""
+        """Ctrl-C: return how to resume; empty when there is nothing to resume."""
         return f"paused at {self._percent} %; run the same command to resume" if self._done < self._total else ""
 
     def close(self) -> None:
-        """Wipe what should not stay."""
+        """Erase what should not stay."""
 
     def _show(self, phase: LoadProgress) -> None:
         pass
 
     @property
     def _percent(self) -> int:
-        """Of the download, rounded down."""
+        """Percent of the download, rounded down."""
         return self._done * 100 // self._total if self._total else 0
 
     @property
     def _stalled(self) -> str:
-        """How long nothing has come, when that is worth a word."""
+        """How long the download has stalled; empty below STALL_S."""
         still = self._clock() - self._moved_at
         return seconds_short(still) if still >= STALL_S and self._done < self._total else ""
 
@@ -77,7 +77,7 @@ class Progress:
 
 
 def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
-    """The view for a mode, one of `command.PROGRESS`; `auto` is a bar on a terminal and lines elsewhere."""
+    """The display for a mode (one of `command.PROGRESS`); `auto` is a bar on a terminal and lines elsewhere."""
     if mode == "auto":
         mode = "none" if console.quiet else "bar" if console.err_tty and not dumb() else "plain"
     kinds = {"bar": BarProgress, "plain": PlainProgress, "json": JsonProgress, "none": Progress}
@@ -104,27 +104,27 @@ def phase_event(phase: LoadProgress) -> dict[str, Any]:
 
 
 class JsonProgress(Progress):
-    """One JSON object a line, on stderr; a program can tell the time itself."""
+    """One JSON object per line on stderr; programs keep the time themselves."""
 
     def _show(self, phase: LoadProgress) -> None:
         self._console.event(phase_event(phase))
 
     def interrupted(self) -> str:
-        """The last line of an interrupted download."""
+        """Emit the last line of an interrupted download."""
         if self._total:
             self._console.event({"event": "paused", "done": self._done, "total": self._total})
         return super().interrupted()
 
 
 class PlainProgress(Progress):
-    """A line every 10 % or 5 seconds."""
+    """One line every 10 % or 5 seconds."""
 
     def __init__(self, console: Console, title: str = "") -> None:
         super().__init__(console, title)
         self._shown_percent = -10
         self._shown_at = time.monotonic()
         self._loading = ""
-        self._phase: LoadProgress | None = None  # what is being done, where it is no download
+        self._phase: LoadProgress | None = None  # the current phase, unless it is a download
         self._phase_start = self._shown_at
         self._stall_shown = False
 
@@ -150,12 +150,12 @@ class PlainProgress(Progress):
                 self._loading, self._shown_at = phase.name, now
         elif phase.name not in ("resolve", "ready"):
             if self._loading == "compile" != phase.name:
-                self._console.say(f"the kernels took {seconds_short(now - began)}")
+                self._console.say(f"built the kernels in {seconds_short(now - began)}")
                 is_due = True
             if not self._loading:
                 self._console.say(f"loading {self._title}".rstrip())
             elif phase.name == "compile":
-                self._console.say("building the kernels for this CPU, once")
+                self._console.say("building the kernels for this CPU (first use only)")
             elif not is_due:
                 return
             elif phase.name == self._loading:
@@ -168,7 +168,7 @@ class PlainProgress(Progress):
         now = time.monotonic()
         if self._stalled and not self._stall_shown:
             self._stall_shown = True
-            self._console.say(f"download stalled {self._stalled} at {self._percent} %, retrying")
+            self._console.say(f"download stalled for {self._stalled} at {self._percent} %, retrying")
         elif self._phase is not None and now - self._shown_at >= 2 * PLAIN_EVERY_S:
             self._shown_at = now
             self._console.say(f"still {clean_line(self._phase.label)}, {seconds_short(now - self._phase_start)}")
@@ -229,7 +229,7 @@ class BarProgress(Progress):
 
     def _download_line(self, phase: LoadProgress, columns: int) -> str:
         if self._stalled:
-            tail = f"stalled {self._stalled}, retrying"
+            tail = f"stalled for {self._stalled}, retrying"
         else:
             left = "" if phase.eta_s is None else f"  {seconds_short(phase.eta_s)} left"
             tail = f"{gib(phase.rate)}/s{left}" if phase.rate else ""
@@ -255,7 +255,7 @@ class BarProgress(Progress):
 
 
 def _is_note(phase: LoadProgress) -> bool:
-    """A sentence of the hub's that should stay on the screen, not the name that is looked up."""
+    """Whether the phase carries a sentence of the hub's that should stay on screen, not a name being looked up."""
     return phase.name == "resolve" and " " in phase.detail
 
 
