@@ -389,7 +389,7 @@ def test_the_link_decides_what_ranks_have(empty_home: Path, large: ModelFacts) -
     assert Planner.here(options, pair).plan(large).link_assumed
     name = speeds.link_name(pair, pair.gpus)
     speeds.remember_link(name, speeds.Link(5e-3, 1e8))
-    assert split() == ("layers", "link: 5000 µs for a sum over the ranks, 0.1 GB/s of large ones, measured")
+    assert split() == ("layers", "link: 5000 µs per all-reduce, 0.1 GB/s for large ones, measured")
     made = Planner.here(replace(options, split="tensor"), pair).plan(large)
     assert made.split == "tensor" and not made.link_assumed and made.decode_tps < 1 / (2 * large.num_layers * 5e-3)
     speeds.remember_link("another", speeds.Link(1e-6, 1e9))

@@ -234,5 +234,5 @@ def test_cards_of_others_are_named_with_why_they_are_not_used(tmp_path: Path) ->
     assert foreign_gpus(tmp_path / "none") == ()
     found = replace(MACHINES["cpu"], foreign_gpus=foreign_gpus(tmp_path)[:1])
     assert chosen_device(found, "auto").reasons == (f"CPU: {found.foreign_gpus[0]}",)
-    with pytest.raises(DeviceError, match="no cuda:0 here: Radeon RX 7900 XTX .gfx1100"):
+    with pytest.raises(DeviceError, match="cuda:0 not found: Radeon RX 7900 XTX .gfx1100"):
         chosen_device(found, "cuda:0")

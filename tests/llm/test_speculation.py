@@ -89,7 +89,7 @@ def test_a_draft_model_changes_no_token_and_is_counted(tiny_path):
         assert found[0].timing.drafters == ("draft",) and "draft guesses right" in llm.run_summary
         assert llm.plan.weight_bytes == 2 * planned.weight_bytes and llm.plan.kv_bytes == 2 * planned.kv_bytes
         assert llm.state().weight_bytes == 2 * state.weight_bytes and llm.state().kv_bytes == 2 * state.kv_bytes
-        assert any(line.startswith("draft ") and "as asked for" in line for line in llm.plan.reasons)
+        assert any(line.startswith("draft ") and "as requested" in line for line in llm.plan.reasons)
         long = llm.generate(TEXT, replace(wishes, max_tokens=80)).timing
         assert 0 < llm.stats().fastest_tps < 0.6 * long.decode_tps, "what was guessed is not the model's pace"
         llm.sleep()
