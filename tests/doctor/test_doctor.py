@@ -250,7 +250,7 @@ def test_code_for_sm_120_is_enough_for_sm_121() -> None:
         ("triton.ptxas", {"ptxas": ""}, "skip", "not known"),
         ("triton.version", {"packages": {}}, "fail", "not installed"),
         ("compiler", {"headers": ""}, "fail", "Python.h"),
-        ("libs.conflict", {"conflicts": ("vllm wants torch==2.9, 2.13 is installed",)}, "warn", "vllm wants"),
+        ("libs.conflict", {"conflicts": ("vllm requires torch==2.9, but 2.13 is installed",)}, "warn", "vllm requires"),
         ("libs.conflict", {"packages": {"nvidia-nccl-cu12": "2", "nvidia-nccl-cu13": "2"}}, "warn", "CUDA 12 and"),
         ("disk.free", {"disk": DiskFacts("/x", 100 << 20)}, "fail", "100 MiB free"),
         ("disk.free", {"disk": DiskFacts("/x", 5 << 30)}, "warn", "5.0 GiB free"),
