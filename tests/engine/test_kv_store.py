@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_costs_no_answer_and_is_said_once(error, make, monke
     assert answer(engine, prompt(1, 40))[0] == answer(make(limit=0), prompt(1, 40))[0]
     answer(engine, prompt(2, 9))
     engine.close()
-    assert len([r for r in caplog.records if "are not kept" in r.message]) == 1
+    assert len([r for r in caplog.records if "cannot be stored" in r.message]) == 1
     assert engine.stats().kv_store_dropped > 10 and engine.stats().kv_store_written_tokens == 0
 
 
