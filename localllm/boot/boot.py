@@ -117,7 +117,7 @@ class Boot:
         self._warming: WarmAgain | None = None
         self._engine: Engine | None = None
         self._alive.add(self)
-        self._hold()
+        self._build_engine()
         # a profile of one rank's part must not be taken for one of the whole model
         self._facts = of_ranks(model.facts, len(plan.ranks), plan.split) if plan.ranks else model.facts
         known = self._profiles.known(self._facts, planner.machine, self.plan)
@@ -164,7 +164,7 @@ class Boot:
             if model is not None:
                 model.forget_pages()
 
-    def _hold(self) -> None:
+    def _build_engine(self) -> None:
         """Build the engine for the current plan. Raises OutOfMemory if the pages do not fit."""
         self._engine = None  # free the previous pages first
         self._meter = Meter(torch.device(self.plan.device))
@@ -229,7 +229,7 @@ class Boot:
             )
             if new.fits:
                 self.plan = new
-                self._hold()
+                self._build_engine()
                 self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
                 if new.ctx == old.ctx:
                     self._shrunk = f"{sum(new.num_pages):,} KV cache pages instead of {sum(old.num_pages):,}"

@@ -286,13 +286,13 @@ class WarmAgain:
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
         try:
-            self._go_on(must_stop)
+            self._run_steps(must_stop)
         except BaseException:
             self._left.clear()  # counts as done, so that the next change of tiles starts a new job
             raise
         return self.is_done
 
-    def _go_on(self, must_stop: Callable[[], bool]) -> None:
+    def _run_steps(self, must_stop: Callable[[], bool]) -> None:
         free = [pool.free_pages() for pool in self._pages.pools]
         slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
         if not all(free) or self._plan.num_slots and not slots:

@@ -142,7 +142,7 @@ class RankProcesses:
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name in ALIKE},
         }
         for rank in range(1, len(plan.ranks)):
-            self._start(rank, job | {"share": _plain(self.share(rank)), "device": plan.ranks[rank].device})
+            self._start(rank, job | {"share": _as_json(self.share(rank)), "device": plan.ranks[rank].device})
 
     def share(self, rank: int) -> Share:
         plan = self._plan
@@ -164,8 +164,8 @@ class RankProcesses:
         self.processes.append(process)
         self._ready.append(threading.Event())
         self._answers.append(SimpleQueue())
-        threading.Thread(target=self._attend, args=(rank, process), name=f"rank {rank}", daemon=True).start()
-        with contextlib.suppress(OSError):  # the process has died; `_attend` reports it
+        threading.Thread(target=self._read_messages, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+        with contextlib.suppress(OSError):  # the process has died; `_read_messages` reports it
             send(ours, job)
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class RankProcesses:
 
         def told(done: int, of: int) -> None:
             if self._ended.is_set():
-                raise self._why()
+                raise self._error()
             if progress is not None:
                 progress(done, of)
 
@@ -186,7 +186,7 @@ class RankProcesses:
         for is_ready in self._ready:
             while not is_ready.wait(0.05):
                 if self._ended.is_set():
-                    raise self._why()
+                    raise self._error()
         for source in self._sockets:
             self._send(source, {"do": "meet"})
         try:
@@ -204,13 +204,13 @@ class RankProcesses:
     def ask(self, message: Message) -> list[Message]:
         self.tell(message)
         if self._ended.is_set():
-            raise self._why()
+            raise self._error()
         return [self._answer_of(rank) for rank in range(1, len(self._plan.ranks))]
 
     def _answer_of(self, rank: int) -> Message:
         found = self._answers[rank - 1].get()
         if found is None:
-            raise self._why()
+            raise self._error()
         return found
 
     def _send(self, source: socket.socket, message: Message) -> None:
@@ -228,7 +228,7 @@ class RankProcesses:
         elif self._failure is None:
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             self._fail(DeviceError(f"rank 0 failed in a step: {type(error).__name__}: {said}", HINT))
-        return self._why()
+        return self._error()
 
     def close(self) -> None:
         """Stop all ranks; safe to call twice."""
@@ -255,7 +255,7 @@ class RankProcesses:
 
     # --- a rank that dies ---------------------------------------------------------------------------------------------
 
-    def _attend(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _read_messages(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Handle a rank's messages until its process ends."""
         said: Message = {}
         with contextlib.suppress(EOFError, OSError):
@@ -269,12 +269,12 @@ class RankProcesses:
         if self._closing:
             return
         if "error" not in said:
-            self._fail(self._end_of(rank, process.pid, code))
+            self._fail(self._exit_error(rank, process.pid, code))
             return
         kind = DeviceError if self._model is not None else getattr(errors, said["error"], DeviceError)
         self._fail(kind(f"rank {rank}: {said['message']}", said["hint"] or HINT))
 
-    def _end_of(self, rank: int, pid: int, code: int) -> LocalLLMError:
+    def _exit_error(self, rank: int, pid: int, code: int) -> LocalLLMError:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         with contextlib.suppress(OSError):
             said = (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
@@ -296,10 +296,10 @@ class RankProcesses:
         if self._model is not None and self._model.on_lost is not None:
             self._model.on_lost(error)
 
-    def _why(self) -> LocalLLMError:
+    def _error(self) -> LocalLLMError:
         self._ended.wait(DYING_S)
         return self._failure or DeviceError("a rank exited while the model was loading", HINT)
 
 
-def _plain(share: Share) -> dict[str, Any]:
+def _as_json(share: Share) -> dict[str, Any]:
     return {f.name: getattr(share, f.name) for f in fields(share)}

@@ -1,4 +1,4 @@
-"""What checks work with: the survey of the machine, the registry of checks, and constructors of findings."""
+"""Building blocks of checks: the survey of the machine, the registry of checks, and constructors of findings."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def link_rates(devices: list[str]) -> dict[str, float]:
         try:
             said, errors = ranks[0].communicate(timeout=LINK_S)
             if ranks[0].returncode:
-                raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or ["a rank ended"])[-1])
+                raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or ["a rank exited"])[-1])
             found: dict[str, float] = json.loads(said)
             return found
         finally:

@@ -130,7 +130,7 @@ class Residents:
         waiting = [sequence for sequence in waiting if sequence.adapter is not None]
         used = {sequence.place for sequence in (*running, *waiting)}
         failed = self._take_read(used)
-        self._leave(used, {sequence.adapter for sequence in waiting})
+        self._free_removed(used, {sequence.adapter for sequence in waiting})
         place_of = {adapter: place for place, adapter in self._places.items()}
         for sequence in [s for s in waiting if s.place < 0]:
             adapter = sequence.adapter
@@ -141,7 +141,7 @@ class Residents:
                 self._places[sequence.place] = self._places.pop(sequence.place)  # most recently used
                 used.add(sequence.place)
             elif adapter not in self._loading:
-                room = self._room(used)
+                room = self._free_place(used)
                 if room is None:
                     return
                 place_of = {one: at for one, at in place_of.items() if at != room}
@@ -155,7 +155,7 @@ class Residents:
                 continue
             del self._loading[adapter]
             try:
-                self._put(place, adapter, future.result())
+                self._make_resident(place, adapter, future.result())
             except LocalLLMError as error:
                 failed[adapter] = error
             except Exception as error:
@@ -164,12 +164,12 @@ class Residents:
         with self._lock:
             read, self._read = self._read, {}
         for adapter, weights in read.items():
-            room = self._room(used)
+            room = self._free_place(used)
             if room is not None:
-                self._put(room, adapter, weights)
+                self._make_resident(room, adapter, weights)
         return failed
 
-    def _leave(self, used: set[int], wanted: set[Adapter]) -> None:
+    def _free_removed(self, used: set[int], wanted: set[Adapter]) -> None:
         """Free the places of removed adapters that no sequence uses or waits for."""
         with self._lock:
             gone = {adapter for adapter in self._gone if adapter not in wanted and adapter not in self._loading}
@@ -181,7 +181,7 @@ class Residents:
                     self._hold().put(place, None)
             self._gone -= gone
 
-    def _room(self, used: set[int]) -> int | None:
+    def _free_place(self, used: set[int]) -> int | None:
         """A free place, evicting the least recently used adapter if needed; None if all are in use."""
         taken = {place for place, _ in self._loading.values()}
         free = (place for place in range(MOST_ADAPTERS) if place not in self._places and place not in taken)
@@ -198,7 +198,7 @@ class Residents:
         self._reader = self._reader or ThreadPoolExecutor(1, "adapters")
         self._loading[adapter] = place, self._reader.submit(lambda: _read_again(held, adapter))
 
-    def _put(self, place: int, adapter: Adapter, weights: AdapterWeights) -> None:
+    def _make_resident(self, place: int, adapter: Adapter, weights: AdapterWeights) -> None:
         self._hold().put(place, weights)
         self._places[place] = adapter
 

@@ -129,12 +129,12 @@ class DeviceSampler:
         pieces = []
         for at in range(0, len(sequences), self._most):
             here = slice(at, at + self._most)
-            pieces.append(self._piece(self._chosen(logits, rows[here]), None, sequences[here], ahead[here]))
+            pieces.append(self._piece(self._select(logits, rows[here]), None, sequences[here], ahead[here]))
         if len(pieces) == 1:
             return pieces[0]
         return SampledTokens(sequences, lambda: [result for piece in pieces for result in piece.results()])
 
-    def _chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
+    def _select(self, logits: Tensor, rows: list[int]) -> Tensor:
         """Select rows. Indexing with a list would copy it to the device synchronously."""
         first = rows[0]
         if rows == list(range(first, first + len(rows))):

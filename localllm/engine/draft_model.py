@@ -72,24 +72,24 @@ class DraftModel:
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
         """Draft greedily; empty for sequences that it has not caught up with."""
         for shadow in [s for s in self._shadows.values() if s.sequence.state is SequenceState.FINISHED]:
-            self._agree(shadow)  # so that its tree has the prefix of the next turn
-            self._forget(shadow)
-        shadows = [self._follow(sequence) for sequence in sequences]
+            self._sync(shadow)  # so that its tree has the prefix of the next turn
+            self._drop(shadow)
+        shadows = [self._shadow_of(sequence) for sequence in sequences]
         wanted = {id(s): count for s, count in zip(shadows, counts, strict=True) if count and not s.is_out}
-        self._guess(list(self._admitted(shadows, wanted)), wanted)
+        self._draft_tokens(list(self._admitted(shadows, wanted)), wanted)
         return [tuple(shadow.own.token_ids[shadow.agreed :]) for shadow in shadows]
 
-    def _follow(self, sequence: Sequence) -> _Shadow:
+    def _shadow_of(self, sequence: Sequence) -> _Shadow:
         shadow = self._shadows.pop(sequence.number, None)
         if shadow is None:
             request = Request(list(sequence.token_ids), QUIET, cache_salt=sequence.request.cache_salt)
             shadow = _Shadow(sequence, Sequence(request, 0, len(self.pages.pools), 0, 0))
             self.pages.attach_prefix(shadow.own)
         self._shadows[sequence.number] = shadow  # most recently used last
-        self._agree(shadow)
+        self._sync(shadow)
         return shadow
 
-    def _agree(self, shadow: _Shadow) -> None:
+    def _sync(self, shadow: _Shadow) -> None:
         """Update a shadow to the sequence's present tokens, discarding what was computed for rejected ones."""
         own, ids, at = shadow.own, shadow.sequence.token_ids, shadow.agreed
         while at < min(len(ids), own.num_tokens) and ids[at] == own.token_ids[at]:
@@ -121,10 +121,10 @@ class DraftModel:
         while not (self.pages.take_slot(own) and self.pages.extend(own, end)):
             if not others:
                 return False
-            self._forget(others.pop(0))
+            self._drop(others.pop(0))
         return True
 
-    def _guess(self, parts: list[tuple[_Shadow, int]], wanted: dict[int, int]) -> None:
+    def _draft_tokens(self, parts: list[tuple[_Shadow, int]], wanted: dict[int, int]) -> None:
         """Catch up, then draft one token after another."""
         aside: list[_Shadow] = []
         while parts:
@@ -137,7 +137,7 @@ class DraftModel:
             best = (output.best(rows) or output.logits(rows).argmax(-1).tolist()) if ready else []
             if self._keeps_states and not aside:
                 aside = ready
-                self._set_aside(aside)
+                self._use_scratch_slots(aside)
             parts = []
             for shadow, token in zip(ready, best, strict=True):
                 if not 0 <= token < self._vocab_size:
@@ -149,13 +149,13 @@ class DraftModel:
             shadow.own.slot = shadow.kept
             shadow.own.num_computed_tokens = shadow.agreed
 
-    def _set_aside(self, shadows: list[_Shadow]) -> None:
+    def _use_scratch_slots(self, shadows: list[_Shadow]) -> None:
         """Compute drafts on copies of the states."""
         for number, shadow in enumerate(shadows, self._num_sequences):
             shadow.kept = shadow.own.slot
             self.runner.cache.copy_slot(shadow.kept, number)
             shadow.own.slot = number
 
-    def _forget(self, shadow: _Shadow) -> None:
+    def _drop(self, shadow: _Shadow) -> None:
         self.pages.release(shadow.own)
         del self._shadows[shadow.sequence.number]

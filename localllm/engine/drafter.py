@@ -54,7 +54,7 @@ class PaidDrafter(Protocol):
 
 
 @dataclass(slots=True)
-class _Places:
+class _NgramIndex:
     """Index of a sequence: where each bigram and trigram last ended."""
 
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class NgramDrafter:
     def guess(self, sequence: Sequence) -> Guess | None:
         """Draft from the latest occurrence of the last trigram or bigram, and stay with a match while it is right."""
         ids = sequence.token_ids
-        places: _Places | None = sequence.places
+        places: _NgramIndex | None = sequence.places
         if places is None:
-            places = sequence.places = _Places()
+            places = sequence.places = _NgramIndex()
         before, count = places.known, len(ids)
         source, matched = places.source, places.matched
         for token in ids[before:] if source >= 0 else ():
@@ -96,7 +96,7 @@ class NgramDrafter:
             source = places.triples.get((ids[-3], ids[-2], ids[-1]), -1)
             if source < 0:
                 source = places.pairs.get((ids[-2], ids[-1]), -1)
-            matched = _matched(ids, source) if source >= 0 else 0
+            matched = _match_length(ids, source) if source >= 0 else 0
         places.source, places.matched = source, matched
         if source < 0:
             return None
@@ -106,7 +106,7 @@ class NgramDrafter:
         return Guess(tuple(found), matched)
 
 
-def _matched(ids: list[int], source: int) -> int:
+def _match_length(ids: list[int], source: int) -> int:
     """Number of tokens before `source` that equal the last ones, at most LONGEST_MATCH."""
     end = len(ids)
     most = min(source, LONGEST_MATCH)

@@ -259,14 +259,14 @@ class Engine:
                 torch.cuda.set_device(device)  # the current device is per thread
             while True:
                 with self._wake:
-                    while not self._is_wanted():
+                    while not self._has_work():
                         if not (self._idle_jobs and self.stepper.stats.num_prompt_tokens):
                             self._wake.wait()
                         elif not self._wake.wait(IDLE_GRACE_S):
                             break
                     if self._closing:
                         break
-                if self._is_wanted():
+                if self._has_work():
                     self._run_once()
                 else:
                     self.run_idle()
@@ -275,7 +275,7 @@ class Engine:
             self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
         self._end_all()
 
-    def _is_wanted(self) -> bool:
+    def _has_work(self) -> bool:
         """True if there is anything to do besides idle jobs."""
         return self._closing or not self.is_idle
 
@@ -283,7 +283,7 @@ class Engine:
         """Run one idle job until it is finished or work comes in."""
         job = self._idle_jobs.popleft()
         try:
-            if not job(self._is_wanted):
+            if not job(self._has_work):
                 self._idle_jobs.appendleft(job)
         except Exception as error:  # a failed idle job affects no request unless the device is lost
             if is_device_lost(error):

@@ -80,15 +80,15 @@ class KVEvents:
         events, self._events = self._events, []
         if not self._tree.num_nodes:
             events = [{"type": "AllBlocksCleared"}]
-        self._tell({"ts": time.time(), "events": events})
+        self._send({"ts": time.time(), "events": events})
 
     def end(self) -> None:
         """Report that the engine stops and its pages are gone."""
         if self._listeners:
-            self._tell({"ts": time.time(), "events": [{"type": "AllBlocksCleared"}]})
-            self._tell(None)
+            self._send({"ts": time.time(), "events": [{"type": "AllBlocksCleared"}]})
+            self._send(None)
 
-    def _tell(self, batch: Batch | None) -> None:
+    def _send(self, batch: Batch | None) -> None:
         for listener in list(self._listeners):
             try:
                 listener(batch)

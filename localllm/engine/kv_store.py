@@ -94,12 +94,12 @@ class KVStore:
     def stored(self, node: Node) -> None:
         """A page was added to the tree."""
         self._new[node] = None
-        self._want_idle()
+        self._request_idle_save()
 
     def kept(self, node: Node) -> None:
         """A node got a checkpoint."""
         self._new_states[node] = None
-        self._want_idle()
+        self._request_idle_save()
 
     def removed(self, node: Node) -> None:
         """A node leaves the tree."""
@@ -108,7 +108,7 @@ class KVStore:
                 del waiting[node]
                 self.num_dropped += 1
 
-    def _want_idle(self) -> None:
+    def _request_idle_save(self) -> None:
         if not (self._waits_for_idle or self._closed):
             self._waits_for_idle = True
             self._when_idle(self._save_when_idle)
@@ -210,16 +210,16 @@ class KVStore:
                     for behind in names[at + 1 :]:
                         self.files.read(behind, PAGE, self._sizes)
                     return
-                self._ask(partial(self._place, restore, at, len(names), found))
+                self._ask(partial(self._insert_page, restore, at, len(names), found))
             if names:
                 self.files.touch(names[-1])
                 state = self.files.read(names[-1], STATE, self._state_sizes) if self._state_sizes else None
                 if state is not None:
-                    self._ask(partial(self._place_state, restore, state))
+                    self._ask(partial(self._insert_state, restore, state))
         except Exception:
             log.exception("reading stored pages failed")
         finally:
-            self._ask(partial(self._end, restore))
+            self._ask(partial(self._finish, restore))
 
     def _found(self, restore: _Restore) -> list[Name]:
         """The consecutive stored pages; for models with recurrent layers, up to the last one with stored states."""
@@ -235,7 +235,7 @@ class KVStore:
             names.pop()
         return names
 
-    def _place(self, restore: _Restore, at: int, count: int, found: Found) -> None:
+    def _insert_page(self, restore: _Restore, at: int, count: int, found: Found) -> None:
         """Insert one page into the cache and the tree."""
         restore.room.release()
         tree, size = self._pages.tree, self._pages.page_size
@@ -258,13 +258,13 @@ class KVStore:
         self._pages.give_back(used)
         self.num_read += 1
 
-    def _place_state(self, restore: _Restore, found: Found) -> None:
+    def _insert_state(self, restore: _Restore, found: Found) -> None:
         node, data = restore.node, found.parts[0]
         if not restore.stopped and node is not None and node.parent is not None and data is not None:
             self._pages.add_checkpoint(node, lambda slot: self._cache.write_slot(slot, data))
             self._new_states.pop(node, None)  # already stored
 
-    def _end(self, restore: _Restore) -> None:
+    def _finish(self, restore: _Restore) -> None:
         restore.sequence.is_loading = False
 
     # --- the end -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class PageFiles:
         self.num_bytes = 0  # bytes of all models' files at the last count
         self.note = ""  # the last problem
         self._identity = identity
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._retry_at = 0.0
         self._written = -1  # bytes written since the last count; -1 before the first one
 
@@ -81,7 +81,7 @@ class PageFiles:
             with open(path, "rb", buffering=0) as file:
                 header = file.read(_HEADER.size)
                 size = os.fstat(file.fileno()).st_size
-                mask, wrong = self._fault(header, name, size, sizes)
+                mask, wrong = self._check_header(header, name, size, sizes)
                 if not wrong:
                     parts = [bytearray(n) if mask >> at & 1 else None for at, n in enumerate(sizes)]
                     whole = all(_fill(file, part) for part in parts if part is not None)
@@ -89,22 +89,22 @@ class PageFiles:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say("read", f"stored conversations cannot be read: {error.strerror}")
+            self._warn_once("read", f"stored conversations cannot be read: {error.strerror}")
             return None
         if wrong:
             with contextlib.suppress(OSError):
                 path.unlink()
-            self._say("wrong", f"a stored page is {wrong}: it was removed, and its tokens are computed again")
+            self._warn_once("wrong", f"a stored page is {wrong}: it was removed, and its tokens are computed again")
             return None
         return Found(tuple(parts))
 
-    def _fault(self, header: bytes, name: Name, size: int, sizes: Sequence[int]) -> tuple[int, str]:
+    def _check_header(self, header: bytes, name: Name, size: int, sizes: Sequence[int]) -> tuple[int, str]:
         """(mask of the parts in the file, what is wrong with it or "")"""
         if len(header) < _HEADER.size:
             return 0, "truncated"
         magic, layout, mask, identity, digest, num_bytes, _ = _HEADER.unpack(header)
         if magic != _MAGIC:
-            return 0, "not a localllm file"
+            return 0, "not a page file"
         if layout != LAYOUT:
             return 0, "from another version"
         if (identity, digest) != (self._identity, name.digest) or mask >> len(sizes):
@@ -137,7 +137,7 @@ class PageFiles:
             self._retry_at = time.monotonic() + RETRY_S
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             why = "the disk is full" if full else error.strerror
-            self._say("write", f"conversations cannot be stored in {self.root}: {why}")
+            self._warn_once("write", f"conversations cannot be stored in {self.root}: {why}")
             return False
         self.num_bytes += len(header) + size
         self._written += len(header) + size
@@ -160,7 +160,7 @@ class PageFiles:
     def _make_room(self, num_bytes: int) -> bool:
         """Remove least recently used files until `num_bytes` more fit in the limit; False if the limit is too small."""
         if num_bytes > self.limit:
-            self._say("small", f"a page has {num_bytes:,} bytes, more than the limit of {self.limit:,} bytes")
+            self._warn_once("small", f"a page has {num_bytes:,} bytes, more than the limit of {self.limit:,} bytes")
             return False
         if self._written < 0 or self._written > self.limit // RESCAN_PART:
             self.count()
@@ -177,10 +177,10 @@ class PageFiles:
         self.num_bytes, self._written = left, 0
         return True
 
-    def _say(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         self.note = text
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("%s", text)
 
 

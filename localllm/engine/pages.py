@@ -266,7 +266,7 @@ class Pages:
         sequence.num_kept_tokens = num_tokens
         return SlotCopy(sequence.slot, slot)
 
-    def _end_checkpoint(self, sequence: Sequence) -> None:
+    def _commit_checkpoint(self, sequence: Sequence) -> None:
         """Hand the checkpoint that a step has written to the tree. Only the latest one of an answer is kept."""
         if sequence.checkpoint is None or self.slots is None:
             return
@@ -301,7 +301,7 @@ class Pages:
         """After a step, hand newly filled pages to the tree, then release pages outside the windows."""
         if self.caches(sequence):
             self._grow_tree(sequence)
-        self._end_checkpoint(sequence)
+        self._commit_checkpoint(sequence)
         for group, window in enumerate(self.windows):
             if window is None:
                 continue

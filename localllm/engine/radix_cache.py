@@ -275,7 +275,7 @@ class RadixCache:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         order = count()
-        heap = [(n.rank, next(order), n) for n in self.nodes() if not n.children and self._idle(n)]
+        heap = [(n.rank, next(order), n) for n in self.nodes() if not n.children and self._is_unused(n)]
         heapify(heap)
         while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if needed
             _, _, node = heappop(heap)
@@ -284,7 +284,7 @@ class RadixCache:
                 if page is not None:
                     pool.leave_tree(page)
             parent = self._detach(node)
-            if parent.parent is not None and not parent.children and self._idle(parent):
+            if parent.parent is not None and not parent.children and self._is_unused(parent):
                 heappush(heap, (parent.rank, next(order), parent))
         return freed
 
@@ -304,7 +304,7 @@ class RadixCache:
                 node = self._detach(node)  # an empty leaf
         return len(held)
 
-    def _idle(self, node: Node) -> bool:
+    def _is_unused(self, node: Node) -> bool:
         return all(page is None or pool.refs[page] == 1 for pool, page in zip(self.pools, node.pages, strict=True))
 
     def _detach(self, node: Node) -> Node:

@@ -159,10 +159,10 @@ class Runner:
         if self.graphs is not None and bucket is not None:
             hidden, logits = self.graphs.replay(bucket, parts, before)
             starts = list(accumulate((part.num_tokens for part in parts), initial=0))
-            self._tell(step, hidden[: starts.pop()])
+            self._notify(step, hidden[: starts.pop()])
             wanted = [row for part, start in zip(parts, starts, strict=True) for row in row_range(part, start)]
             return ForwardOutput(self.model, hidden, logits, bucket.shape, wanted)
-        self._see(step)
+        self._encode_images(step)
         batch = self.builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
@@ -170,25 +170,25 @@ class Runner:
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
             if batch.images or not batch.wants_every_row:  # for example, a grammar forced some of the tokens
-                hidden = self._told(step, batch)
+                hidden = self._forward_and_notify(step, batch)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
             hidden, logits, best = self.model.step(batch, self.cache, greedy)
-            self._tell(step, hidden)
+            self._notify(step, hidden)
             return ForwardOutput(self.model, hidden, logits, best=best)
         if num_layers is None:
-            return ForwardOutput(self.model, self._told(step, batch))
+            return ForwardOutput(self.model, self._forward_and_notify(step, batch))
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, num_layers=num_layers))
 
-    def _told(self, step: Step, batch: ForwardBatch) -> Tensor:
+    def _forward_and_notify(self, step: Step, batch: ForwardBatch) -> Tensor:
         """Run the model, notify the listener, and return the requested rows."""
         if self.listener is None:
             return self.model.forward(batch, self.cache)
         hidden = self.model.forward(batch, self.cache, every_row=True)
-        self._tell(step, hidden)
+        self._notify(step, hidden)
         return hidden if batch.wants_every_row else hidden[batch.logits_indices]
 
-    def _tell(self, step: Step, hidden: Tensor) -> None:
+    def _notify(self, step: Step, hidden: Tensor) -> None:
         """Notify the listener. If it fails, it is removed; no request is affected."""
         if self.listener is None:
             return
@@ -204,7 +204,7 @@ class Runner:
         """Apply the model's output projection to a pooled vector."""
         return self.model.projected(vector)
 
-    def _see(self, step: Step) -> None:
+    def _encode_images(self, step: Step) -> None:
         """Run the vision tower on images first needed in this step. The listener reads one token further."""
         for part in step.scheduled:
             end = part.start + part.num_tokens + (self.listener is not None)

@@ -91,21 +91,20 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
                 token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
             wanted = sequence.params.logprobs
             results.append((token, None if wanted is None else token_logprob(logits[row], token, wanted)))
-        except Exception as error:  # one request's failure must not reach its neighbours
+        except Exception as error:  # a failure must not affect other rows
             results.append(error)
     return results
 
 
 def is_untouched(sequence: Sequence) -> bool:
-    """Whether nothing changes its logits before they are sampled."""
+    """True if nothing modifies the logits before sampling."""
     return not changes_logits(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
-    """One token from one row of logits [vocab] on the CPU, which is overwritten unless it `is_untouched`.
+    """Sample a token from one row of logits [vocab] on the CPU, which is overwritten unless the row `is_untouched`.
 
-    Raises NotANumber for a NaN among them, ValueError when nothing is left, and what its mask raised when it was
-    filled.
+    Raises NotANumber for NaN logits, ValueError if no token is left, and the exception of its mask, if any.
     """
     params = sequence.params
     if isinstance(sequence.mask_row, Exception):

@@ -230,7 +230,7 @@ class Scheduler:
                 if not self.running and not step.scheduled:
                     if self._release_waiting():
                         continue
-                    self._starve(step, sequence)
+                    self._end_out_of_pages(step, sequence)
                 self._refused = (sequence, self.pages.available)
                 return
             self.pages.take_slot(sequence)
@@ -286,7 +286,7 @@ class Scheduler:
                 if victim is sequence:
                     return 0
             elif not self._release_waiting():
-                self._starve(step, sequence)
+                self._end_out_of_pages(step, sequence)
                 return 0
 
     def _release_waiting(self) -> bool:
@@ -319,7 +319,7 @@ class Scheduler:
             if self.pages.slots is not None and part.sequence.state is SequenceState.RUNNING:
                 self._preempt(part.sequence)
 
-    def _starve(self, step: Step, sequence: Sequence) -> None:
+    def _end_out_of_pages(self, step: Step, sequence: Sequence) -> None:
         step.out_of_pages.append(sequence)
         self.remove(sequence)
 

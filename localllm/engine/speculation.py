@@ -77,7 +77,7 @@ class Rates:
         return found
 
 
-def _newer(means: dict[Any, float | None], kind: Any, seconds: float) -> None:
+def _update_mean(means: dict[Any, float | None], kind: Any, seconds: float) -> None:
     """Update the mean of a kind with a new time. The very first time is ignored."""
     mean = means.get(kind)
     if mean is None:
@@ -95,7 +95,7 @@ class StepTimes:
         self._means: dict[tuple[bool, int], float | None] = {}
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        _newer(self._means, self._kind(num_sequences, num_drafts), seconds)
+        _update_mean(self._means, self._kind(num_sequences, num_drafts), seconds)
 
     @staticmethod
     def _kind(num_sequences: int, num_drafts: int) -> tuple[bool, int]:
@@ -131,7 +131,7 @@ class StepTimes:
 
 
 @dataclass(slots=True)
-class _Guessed:
+class _Draft:
     """Per sequence and drafter: the current draft, and its acceptance rates."""
 
     rates: Rates
@@ -159,15 +159,15 @@ class _Source:
         # number of sequences -> seconds of a round (one token each); the first, which includes catching up, is ignored
         self.rounds: dict[int, float | None] = {}
 
-    def known(self, sequence: Sequence) -> _Guessed:
+    def known(self, sequence: Sequence) -> _Draft:
         if sequence.speculation is None:
             sequence.speculation = {}
-        of_name: dict[str, _Guessed] = sequence.speculation
+        of_name: dict[str, _Draft] = sequence.speculation
         if self.name not in of_name:
-            of_name[self.name] = _Guessed(Rates(self.rates))
+            of_name[self.name] = _Draft(Rates(self.rates))
         return of_name[self.name]
 
-    def judge(self, known: _Guessed, tokens: list[int]) -> None:
+    def judge(self, known: _Draft, tokens: list[int]) -> None:
         """Compare new tokens with the draft, and update the acceptance rates."""
         if known.guess is None:
             return
@@ -206,7 +206,7 @@ class _Source:
         for sequence, ids in zip(sequences, found, strict=True):
             self.known(sequence).guess = Guess(ids, 0) if ids else None
         if all(len(ids) == count for ids, count in zip(found, counts, strict=True)):  # otherwise it was catching up
-            _newer(self.rounds, sum(map(bool, counts)), seconds / max(counts))
+            _update_mean(self.rounds, sum(map(bool, counts)), seconds / max(counts))
 
     def fade(self) -> None:
         """Lower the measured times of rounds a little, as in `StepTimes.fade`."""
@@ -214,7 +214,7 @@ class _Source:
             self.rounds[count] = mean and mean * FADE
 
 
-class _Wish(NamedTuple):
+class _Choice(NamedTuple):
     """The draft tokens to verify in a step, as a number per part."""
 
     source: _Source
@@ -264,12 +264,12 @@ class Speculation:
 
     def wants(self, step: Step, most: int) -> bool:
         """True if the step after this one would probably verify drafts."""
-        return self._wish(step, most) is not None
+        return self._best_choice(step, most) is not None
 
     def choose(self, step: Step, most: int) -> list[tuple[int, ...]]:
         """The draft tokens to verify for each part of a step, at most `most` in total; none in steps with a prefill."""
         self._asked_s = 0.0
-        wish = self._wish(step, most)
+        wish = self._best_choice(step, most)
         if wish is None:
             return [()] * len(step.scheduled)
         source, sequences = wish.source, [part.sequence for part in step.scheduled]
@@ -282,14 +282,14 @@ class Speculation:
         guesses = [source.known(sequence).guess for sequence in sequences]
         return [g.token_ids[:count] if g is not None else () for g, count in zip(guesses, wish.counts, strict=True)]
 
-    def _wish(self, step: Step, most: int) -> _Wish | None:
+    def _best_choice(self, step: Step, most: int) -> _Choice | None:
         """The drafter and counts with the most expected tokens per second; None if plain decoding is best."""
         parts, always = step.scheduled, self.mode == "always"
         if not all(part.is_last_chunk and part.sequence.num_output_tokens for part in parts):
             return None
         found, best, trial = None, len(parts) * GAIN, None
         for source in self._sources:
-            if source.paid is not None and not always and not self._may_buy(len(parts)):
+            if source.paid is not None and not always and not self._may_use_paid(len(parts)):
                 continue
             chances: list[_Chance] = []
             for place, part in enumerate(parts):
@@ -301,20 +301,20 @@ class Speculation:
                 continue
             chances.sort(key=lambda one: -one.chance)
             del chances[most:]
-            count, rate = self._worth(source, chances, len(parts))
+            count, rate = self._best_count(source, chances, len(parts))
             if count and rate > best:
-                found, best = _Wish(source, _counts(chances[:count], len(parts))), rate
+                found, best = _Choice(source, _counts(chances[:count], len(parts))), rate
             elif source.paid is not None and source.rested >= source.rest:
                 first = [one for one in chances if one.depth == 1]
-                trial = _Wish(source, _counts(first, len(parts)), is_trial=True)
+                trial = _Choice(source, _counts(first, len(parts)), is_trial=True)
         return found or trial
 
-    def _may_buy(self, num_sequences: int) -> bool:
+    def _may_use_paid(self, num_sequences: int) -> bool:
         """True if paid drafts are allowed: not with many sequences, without a plain baseline, or when one is due."""
         is_known = self._times.mean(num_sequences) is not None
         return is_known and not self._is_crowded and self._since_plain < PLAIN_EVERY
 
-    def _worth(self, source: _Source, chances: list[_Chance], num_sequences: int) -> tuple[int, float]:
+    def _best_count(self, source: _Source, chances: list[_Chance], num_sequences: int) -> tuple[int, float]:
         """(number of draft tokens, most likely first, that maximizes the rate; that rate in tokens per plain step)"""
         if self.mode == "always":
             return len(chances), float("inf")

@@ -84,7 +84,7 @@ class Stepper:
             if not step.scheduled:
                 self._publisher.publish()
                 return bool(step.out_of_pages)
-            self._guess(step)
+            self._add_drafts(step)
             pending = self._launch(step)
             self._sample(pending)
         ahead = self._launch_ahead(pending)
@@ -95,13 +95,13 @@ class Stepper:
             if ahead.error is None:
                 self._ahead = ahead
             else:
-                self._give_up(ahead)
+                self._handle_failure(ahead)
                 self._publisher.publish()
         if self.speculation is not None and pending.error is None:
             self.speculation.note(pending.step, time.monotonic() - started)
         return True
 
-    def _guess(self, step: Step) -> None:
+    def _add_drafts(self, step: Step) -> None:
         """Add draft tokens to a step. If a drafter fails, speculation is turned off; no request is affected."""
         if self.speculation is None:
             return
@@ -199,7 +199,7 @@ class Stepper:
         except Exception as error:  # asynchronous GPU errors surface here
             pending.error = error
         if pending.error is not None:
-            self._give_up(pending)
+            self._handle_failure(pending)
             return
         assert pending.sampled is not None
         sequences = pending.sampled.sequences
@@ -358,7 +358,7 @@ class Stepper:
             if sequence.finish_reason is not None:
                 return
 
-    def _give_up(self, pending: PendingStep) -> None:
+    def _handle_failure(self, pending: PendingStep) -> None:
         """Handle a failed step: retry with lower limits if it ran out of memory, otherwise end its requests.
 
         Raises DeviceError if the device is unusable.

@@ -31,7 +31,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs where. Bytes are whole and add up: need = weights + KV + work + margin."""
+    """The execution plan of a model. Bytes are integers and add up: need = weights + KV + work + margin."""
 
     device: str  # cpu | cuda:N
     dtype: str

@@ -270,7 +270,7 @@ class Planner:
             guess_buckets=memory.guess_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
-            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace), *threads.reasons),
+            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_expert_speeds(memory, pace), *threads.reasons),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
 
@@ -367,7 +367,7 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this GPU has no bfloat16"
     yield f"KV {kv}: {why}"
-    yield from _guesses(memory)
+    yield from _speculation_reasons(memory)
 
 
 def _speculation(memory: Memory) -> str:
@@ -377,7 +377,7 @@ def _speculation(memory: Memory) -> str:
     return "off" if not memory.num_drafts or lacks else asked
 
 
-def _guesses(memory: Memory) -> Iterator[str]:
+def _speculation_reasons(memory: Memory) -> Iterator[str]:
     """Reasons about speculative decoding."""
     asked, drafter = memory.options.speculation, memory.drafter
     if not memory.num_drafts:
@@ -399,7 +399,7 @@ def _guesses(memory: Memory) -> Iterator[str]:
 
 
 def _host_reason(memory: Memory) -> str:
-    """Where the experts are, and what the split costs per token."""
+    """The placement of the experts, and its cost per token."""
     count, _ = expert_counts(memory.facts)
     away, read = memory.host_and_read
     why = "as requested" if memory.options.experts == "host" else "because the GPU cannot hold all of them"
@@ -410,7 +410,7 @@ def _host_reason(memory: Memory) -> str:
     )
 
 
-def _divided(memory: Memory, pace: Mapping[str, Any]) -> Iterator[str]:
+def _expert_speeds(memory: Memory, pace: Mapping[str, Any]) -> Iterator[str]:
     """Expected speeds with experts in host memory, and which of them are streamed."""
     if not memory.host_experts:
         return

@@ -32,7 +32,7 @@ from localllm.plan.profiles import of_ranks
 from localllm.plan.speeds import Link, link_name
 from localllm.terminal import gib
 
-LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a card
+LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a GPU
 ANSWER = (1000, 300)  # prompt and answer tokens for which the faster split is chosen
 
 

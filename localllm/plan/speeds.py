@@ -250,7 +250,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
     """The `subject` of a saved benchmark, by which `load` finds it again."""
     architecture, params, stored_format, stored_bytes = model_key(facts)
     gpu = None if made.device == "cpu" else machine.gpus[int(made.device.removeprefix("cuda:"))]
-    beside = " and the CPU" if made.host_experts else ""  # a name of its own: such a result must not calibrate others
+    beside = " and the CPU" if made.host_experts else ""  # a separate name, so as not to calibrate other plans
     return {
         "architecture": architecture,
         "params": params,
