@@ -426,7 +426,8 @@ def kernel_words(kernels: Mapping[str, str]) -> str:
     if len(products) == 1:
         words = [f"matmuls {next(iter(products))}"]
     else:
-        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
+        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()] or ["none"]
+        words[0] = f"matmuls {words[0]}"  # `interface.Facts.brief` cuts the run summary here
     attention = kernels.get("attention") or kernels.get("paged_attention", "none")
     words.append(f"attention {attention}")
     slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]

@@ -308,11 +308,11 @@ def test_kernels_in_words() -> None:
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
     assert kernel_words(plain) == "matmuls c_int16, attention c"
     experts = {"qkv": "c_int16", "experts_gate_up": "c_int16", "experts_down": "c_float32", "attention": "c"}
-    assert kernel_words(experts) == "qkv+experts_gate_up c_int16, experts_down c_float32, attention c"
+    assert kernel_words(experts) == "matmuls qkv+experts_gate_up c_int16, experts_down c_float32, attention c"
     assert kernel_words(plain | {"decoder": "c"}) == "matmuls c_int16, attention c, fused decoder c"
     assert kernel_words(plain | {"decoder": "c", "step": "c"}).endswith(", fused step c")
     mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
-    assert kernel_words(mixed) == "qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
+    assert kernel_words(mixed) == "matmuls qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
