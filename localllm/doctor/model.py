@@ -19,7 +19,7 @@ from localllm.models.architectures import ModelFacts, OpenModel, open_model, reg
 from localllm.plan import fit
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import gib, params_short
+from localllm.terminal import counted, gib, params_short
 from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
     if wrong:
         name, bad = next(iter(wrong.items()))
         more = f", as do {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-        title = f"{name} contains {bad:,} NaN or infinite scales{more}"
+        title = f"{name} contains {counted(bad, 'NaN or infinite scale')}{more}"
         yield "scales", fail(title, "the model will not load", REPAIR, wrong=len(wrong))
     elif read:
         yield "scales", ok(f"all scales are finite ({read:,} tensors)", tensors=read)

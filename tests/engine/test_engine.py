@@ -543,7 +543,7 @@ def test_a_text_that_is_never_cut_is_read_alone_or_fails():
         pytest.param("CUDA error: unknown error", "the driver lost the GPU or was reset", marks=pytest.mark.slow),
         pytest.param(
             "CUDA error: all CUDA-capable devices are busy or unavailable",
-            "another process holds it alone",
+            "another process uses it exclusively",
             marks=pytest.mark.slow,
         ),
     ],

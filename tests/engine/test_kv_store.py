@@ -186,7 +186,7 @@ def test_a_damaged_cut_foreign_or_older_file_is_dropped_and_said_once(how, kind,
     assert answer(again := make("states"), prompt(1)) == (wanted, 0)
     answer(again, prompt(1)[:50])
     again.close()
-    assert len([r for r in caplog.records if "kept conversations" in r.message]) == 1
+    assert len([r for r in caplog.records if "a stored page is" in r.message]) == 1
     assert answer(make("states"), prompt(1)) == (wanted, 88), "it was written again"
 
 
