@@ -115,7 +115,7 @@ class Facts:
     @property
     def brief(self) -> str:
         """The run summary without kernels and profile."""
-        line = self.run_summary.partition(" · products ")[0]
+        line = self.run_summary.partition(" · matmuls ")[0]
         return line if line == self.run_summary or not self.url else f"{line} · via {self.url}"
 
 

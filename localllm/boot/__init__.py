@@ -1,1 +1,1 @@
-"""From loaded weights to an engine that keeps its plan."""
+"""Boot: from loaded weights to a running engine within its plan."""

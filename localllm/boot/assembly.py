@@ -1,4 +1,4 @@
-"""From a plan and loaded weights to an engine: pages, captured decode steps, runner."""
+"""Builds an engine from a plan and loaded weights: KV cache, CUDA graphs, drafters, runner."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def assemble(
     check_invariants: bool = False,
     capture: Callable[[Run], Captured] | None = None,
 ) -> Engine:
-    """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
+    """Build everything between the weights and `Engine.start`. Raises the device's own error when out of memory.
 
-    draft     guesses tokens where the plan lets any be guessed
-    adapters  those that requests may name
-    meter     notes what torch's allocator took for kv, tables and graphs
-    selftest  tries the sampler
-    capture   what captures instead of `CudaCapture()`
+    draft     draft model, used if the plan allows drafts
+    adapters  adapters that requests may name
+    meter     records what torch's allocator took for kv, tables and graphs
+    selftest  checks the sampling kernel
+    capture   replaces `CudaCapture()`
     """
     device = torch.device(plan.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams and kernels of this thread go there
-    spare = 1 if plan.graph_buckets else 0  # a page that belongs to nobody, for the idle rows of a bucket
+        torch.cuda.set_device(device)  # for the streams and kernels of this thread
+    spare = 1 if plan.graph_buckets else 0  # a scratch page for the padding rows of a captured step
     meter = meter or Meter(device)
     counts = [count + spare for count in plan.num_pages]
     num_slots = plan.num_slots + spare
@@ -72,7 +72,7 @@ def assemble(
         speculation=_speculation(plan, device, (listener, drafter), bool(model.states)),
     )  # fmt: skip
     engine.adapters = adapters
-    if plan.host_experts and not plan.deterministic:  # both sides round otherwise
+    if plan.host_experts and not plan.deterministic:  # CPU and GPU round differently, so moving experts changes results
         engine.between_steps = Mover(model)
     return engine
 
@@ -85,15 +85,15 @@ def _capture(
     capture: Callable[[Run], Captured],
     meter: Meter,
 ) -> None:
-    """Graphs of the model's decode steps, and of what guesses for it."""
-    meter.settle()  # what the sampler took is not theirs
+    """Capture graphs of the model's decode steps and of its drafters."""
+    meter.settle()  # exclude what the sampler took
     decode = runner.graphs = _graphs(runner, plan, (plan.num_pages, plan.num_slots, plan.ctx), capture)
     if drafter is not None:
         given = plan.draft_pages, plan.draft_slots, drafter.max_context
         runner.beside["the draft model"] = drafter.runner.graphs = _graphs(drafter.runner, plan, given, capture)
     if listener is not None:
         sizes = sorted({shape.rows for shape in decode.shapes})
-        what = "the head that guesses" if listener.name == "mtp" else "the draft model"
+        what = "the MTP head" if listener.name == "mtp" else "the draft model"
         runner.beside[what] = listener.graphs(decode.inputs, sizes, capture)
     meter.note("tables")
     meter.settle()
@@ -104,7 +104,7 @@ def _capture(
 def _graphs(
     runner: Runner, plan: Plan, pages: tuple[Sequence[int], int, int], capture: Callable[[Run], Captured]
 ) -> DecodeGraphs:
-    """Of a model. `pages`: those that it knows of in each cache group, slots, and tokens that a sequence may have."""
+    """The graphs of a model. `pages` is (pages per cache group, state slots, maximum context)."""
     model, (num_pages, num_slots, ctx) = runner.model, pages
     model.reserve_positions(ctx)
     shapes = shapes_of(plan.graph_buckets, plan.guess_buckets, bool(model.states))
@@ -129,13 +129,13 @@ def _speculation(
 def _listener(
     model: Model, draft: Model | AssistantModel | None, plan: Plan, runner: Runner
 ) -> HeadDrafter | AssistantDrafter | None:
-    """The drafter that hears what the runner computes: an assistant, or the model's own head where it was loaded."""
+    """The drafter that listens to the runner: an assistant, or the model's MTP head if it was loaded."""
     vocab_size, all_bytes = model.facts.vocab_size, max(1, model.weight_bytes)
     if isinstance(draft, AssistantModel) and plan.num_drafts:
         return AssistantDrafter(runner, draft, vocab_size, draft.weight_bytes / all_bytes)
     if model.predictor is None or plan.speculation not in ("auto", "mtp"):
         return None
-    share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # a head takes the time of a layer, too
+    share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # the output head and one layer
     return HeadDrafter(runner, vocab_size, share)
 
 
@@ -150,7 +150,7 @@ def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:
-    """What samples on a GPU; None where its op does not run or is wrong: then the host samples."""
+    """The sampler on the GPU; None if its kernel is unavailable or fails its self-test, so the host samples."""
     if device.type != "cuda":
         return None
     try:

@@ -1,6 +1,6 @@
-"""From loaded weights to an engine that keeps its plan: pages and graphs made, the plan profiled, tiles tuned.
+"""Boots an engine over loaded weights: builds pages and graphs, profiles the plan's memory and tunes kernel tiles.
 
-What turned out other than planned is said in `warnings`, for the run summary and the status lines.
+Deviations from the plan are listed in `warnings`, for the run summary and the status lines.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from localllm.testing import step_fault
 log = logging.getLogger(__name__)
 
 COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
-# the products that round what they multiply, too
+# activation quantization -> the matmul kernel that applies it
 ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4", "int8": "c_int8"}
 
 
 def first_use(device: str, machine: MachineFacts) -> SelfTest:
-    """The self-test for a load on a device, with the verdicts that are known; tuned tiles are taken."""
+    """The self-test for loading on a device, with earlier verdicts; also applies tiles tuned earlier."""
     known = identity(device, machine.driver)
     if device != "cpu":
         card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
@@ -56,7 +56,7 @@ def first_use(device: str, machine: MachineFacts) -> SelfTest:
 
 
 def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], None] | None:
-    """What compiles the kernels that a call launches, without launching them; None where nothing is compiled."""
+    """A function that compiles the kernels a call would launch, without launching them; None without Triton."""
     if device == "cpu":
         return None
     try:
@@ -67,7 +67,7 @@ def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], 
 
 
 def recorder(plan: Plan) -> Callable[[Callable[[], object]], Callable[[], None]] | None:
-    """The same in two steps (`launch.recorded`); None where kernels of other ranks belong to a call, too."""
+    """Like `compiler`, split into recording and compiling (`launch.recorded`); None without Triton or with ranks."""
     if plan.ranks or compiler(plan.device) is None:
         return None
     from localllm.kernels.triton.launch import recorded
@@ -78,15 +78,15 @@ def recorder(plan: Plan) -> Callable[[Callable[[], object]], Callable[[], None]]
 class Boot:
     """One engine over loaded weights.
 
-    planner        made the plan, and makes a smaller one where the plan does not hold
-    draft          guesses tokens
-    adapters       those that requests may name
+    planner        made the plan, and makes a smaller one if the plan does not hold
+    draft          draft model
+    adapters       adapters that requests may name
     base_bytes     anonymous memory of the process before the weights were loaded
-    program_bytes  what of it our own imports and the tokenizer took
-    since          `profile.Neighbours.changes` when that was read
+    program_bytes  the part of it taken by our imports and the tokenizer
+    since          `profile.Neighbours.changes` when these were read
     """
 
-    _alive: ClassVar[WeakSet[Boot]] = WeakSet()  # of this process: torch counts the memory of all together
+    _alive: ClassVar[WeakSet[Boot]] = WeakSet()  # all of this process, because torch counts their memory together
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Boot:
         program_bytes: int = 0,
         since: int = 0,
     ) -> None:
-        self.plan = plan  # as it is kept: smaller than asked for where a memory profile has shown that it must be
+        self.plan = plan  # the plan in effect: smaller than the given one if its memory profile did not hold
         self._model, self._draft, self._adapters = model, draft, adapters
         self._planner = planner
         self._selftest = selftest
@@ -109,17 +109,17 @@ class Boot:
         self._shrunk = ""
         taken = " ".join(model.kernels.values())
         self._unrounded = plan.activations if plan.activations and ROUNDING[plan.activations] not in taken else ""
-        self.profile_note = ""  # what is known of the plan: profiled, pending, or not held
+        self.profile_note = ""  # state of the memory profile: profiled, pending, or did not hold
         self.tuned: list[Tuned] = []
-        self.is_tuning = False  # right now, in the engine's thread, in an idle moment
+        self.is_tuning = False  # the engine's thread is tuning right now, while idle
         self._tuning_left_s = BUDGET_S
         self._compile_ahead = compiler(plan.device)
-        self._stale: tuple[Shape, ...] = ()  # graphs that hold old tiles
+        self._stale: tuple[Shape, ...] = ()  # graphs captured with old tiles
         self._warming: WarmAgain | None = None
         self._engine: Engine | None = None
         self._alive.add(self)
-        self._hold()
-        # what a part takes says nothing of the whole
+        self._build_engine()
+        # a profile of one rank's part must not be taken for one of the whole model
         self._facts = of_ranks(model.facts, len(plan.ranks), plan.split) if plan.ranks else model.facts
         known = self._profiles.known(self._facts, planner.machine, self.plan)
         if known is not None:
@@ -138,12 +138,12 @@ class Boot:
 
     @property
     def engine(self) -> Engine:
-        """It runs from `start` on."""
+        """The engine, running after `start`."""
         assert self._engine is not None, "asleep"
         return self._engine
 
     def start(self) -> None:
-        """Run the engine in a thread of its own, on the plan's CPUs."""
+        """Start the engine's thread, on the plan's CPUs."""
         with confined(self.plan):
             self.engine.start()
 
@@ -156,25 +156,25 @@ class Boot:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, and of the one that drafts for it."""
+        """Weight bytes of the model and its draft model."""
         return self._model.weight_bytes + (0 if self._draft is None else self._draft.weight_bytes)
 
     @property
     def kv_bytes(self) -> int:
-        """Of all pages and states, used or not; of the draft model's, too."""
+        """Bytes of all pages and states, used or not, including those of the drafters."""
         speculation = self.engine.stepper.speculation
         return self.engine.runner.cache.nbytes + (0 if speculation is None else speculation.kept_bytes)
 
     def release(self) -> None:
-        """Let the pages go, with all that runs over them; what is known stays."""
+        """Free the pages and the engine over them; profiles and tuned tiles stay."""
         self._engine = None
         for model in (self._model, self._draft):
             if model is not None:
                 model.forget_pages()
 
-    def _hold(self) -> None:
-        """Raises OutOfMemory where there is no room for the pages."""
-        self._engine = None  # the previous pages go first
+    def _build_engine(self) -> None:
+        """Build the engine for the current plan. Raises OutOfMemory if the pages do not fit."""
+        self._engine = None  # free the previous pages first
         self._meter = Meter(torch.device(self.plan.device))
         try:
             with confined(self.plan):
@@ -191,8 +191,8 @@ class Boot:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
                 raise
             raise OutOfMemory(
-                f"no room for {gib(self.plan.kv_bytes, 1)} of key/value pages on {self.plan.place}",
-                "use a smaller --ctx, or close what else uses the memory",
+                f"not enough memory on {self.plan.place} for {gib(self.plan.kv_bytes, 1)} of KV cache pages",
+                "use a smaller --ctx, or close other programs that use the memory",
             ) from error
         self._engine.stepper.fault = step_fault()
         if isinstance(self._model, ParallelModel):
@@ -203,32 +203,32 @@ class Boot:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _on_cpu_profile(self, profile: MemoryProfile | None) -> None:
-        """Called in the engine's thread: what is missing is taken from the pages that are free."""
+        """Called in the engine's thread. A shortfall is taken out of the free pages."""
         if profile is None:
-            self.profile_note = "not profiled beside another model"
+            self.profile_note = "not profiled: another model is loaded"
             return
         self._keep(profile)
         if not profile.held:
             pages = self.engine.scheduler.pages
             kept = self.plan.kv_bytes if profile.rank is None else self.plan.ranks[profile.rank].kv_bytes
             share = profile.excess_bytes / max(1, kept)
-            longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
+            longest = -(-self.plan.ctx // self.plan.page_size) + 1  # keep enough for one full context
             taken = [
                 pool.withdraw(min(int(share * pool.num_pages), max(0, pool.num_pages - longest)))
                 for pool in pages.pools
             ]
-            self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
+            self._shrunk = f"the KV cache was reduced by {sum(taken):,} pages; the next start plans for it"
 
     def _profile_gpu(self) -> None:
         started, before = time.monotonic(), self._computed_beside()
         profile = self._measure_gpu()
         after = self._computed_beside()
         if not profile.held and (after != before or any(computes for _, computes in after)):
-            self.profile_note = "not profiled beside another model"  # what that took for a step was counted, too
+            self.profile_note = "not profiled: another model is loaded"  # its steps were measured as well
             return
         self._keep(profile)
         if not profile.held and self.plan.ranks:
-            missing = f"{gib(profile.excess_bytes, 2)} are missing on rank {profile.rank}"
+            missing = f"{gib(profile.excess_bytes, 2)} short on rank {profile.rank}"
             self._shrunk = f"{missing}; the next start plans for it"
         elif not profile.held:
             old = self.plan
@@ -237,18 +237,18 @@ class Boot:
             )
             if new.fits:
                 self.plan = new
-                self._hold()
+                self._build_engine()
                 self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
                 if new.ctx == old.ctx:
-                    self._shrunk = f"{sum(new.num_pages):,} pages of keys and values instead of {sum(old.num_pages):,}"
+                    self._shrunk = f"{sum(new.num_pages):,} KV cache pages instead of {sum(old.num_pages):,}"
                 profile = self._measure_gpu()
                 self._keep(profile)
-            else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
-                self._shrunk = f"{gib(profile.excess_bytes, 2)} are missing for it; start with a smaller --ctx"
+            else:  # the user requested this context and nothing can shrink: run anyway, at the risk of running out
+                self._shrunk = f"{gib(profile.excess_bytes, 2)} short; start with a smaller --ctx"
         log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
 
     def _computed_beside(self) -> list[tuple[int, bool]]:
-        """Of each other engine on the card, its steps so far and whether it computes one now."""
+        """(number of steps, is computing) of every other engine on this GPU."""
         others = [one._engine for one in list(self._alive) if one is not self and one.plan.device == self.plan.device]
         return [(one.stepper.stats.num_steps, one.step_age_s > 0) for one in others if one is not None]
 
@@ -258,7 +258,7 @@ class Boot:
 
     def _keep(self, profile: MemoryProfile) -> None:
         self._profiles.keep(self._facts, self._planner.machine, self.plan, profile)
-        self.profile_note = str(profile)  # whoever reads it finds the profile
+        self.profile_note = str(profile)  # set after saving, so that a reader of the note finds the profile
 
     # --- tiles --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Boot:
         return tuner(torch.device(self.plan.device))
 
     def _tune_when_idle(self, must_stop: Callable[[], bool]) -> bool:
-        """An idle job (`Engine.when_idle`). Takes at most BUDGET_S in all, however often it is interrupted."""
+        """Idle job (`Engine.when_idle`) that tunes tiles for at most BUDGET_S in total, across interruptions."""
         if self._tuning_left_s <= 0:
             return True
         started, self.is_tuning = time.monotonic(), True
@@ -281,18 +281,18 @@ class Boot:
         return not self._tuner.waiting or self._tuning_left_s <= 0
 
     def _capture_when_idle(self, must_stop: Callable[[], bool]) -> bool:
-        """An idle job: a graph that is captured anew is a moment in which no request runs."""
+        """Idle job that recaptures stale graphs; no request can run during a capture."""
         self._stale = self.engine.runner.capture(self._stale, must_stop)
         return not self._stale
 
     def stop_tuning(self) -> None:
-        """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
+        """Stop tuning while idle, because `tune` follows or the caller wants quiet."""
         self._tuning_left_s = 0.0
 
     def tune(self, budget_s: float, on_progress: Callable[[Tuned], None]) -> list[Tuned]:
-        """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits.
+        """Tune the tiles of all shapes used so far, in the engine's thread, and wait for it.
 
-        KeyboardInterrupt stops, and what was timed stays.
+        KeyboardInterrupt stops it and keeps the results so far.
         """
         if self.plan.device == "cpu":
             return []
@@ -322,14 +322,14 @@ class Boot:
         try:
             return self._tuner.tune(gpu_seconds, budget_s, stop, on_tuned, self._compile_ahead)
         finally:
-            torch.cuda.empty_cache()  # the weights that a trial makes up, for the head of an 8B 1.2 GB, are in no plan
+            torch.cuda.empty_cache()  # trials use random weights (1.2 GB for the head of an 8B) that no plan includes
 
     def _on_tuned(self, tuned: list[Tuned]) -> bool:
-        """Called in the engine's thread. Returns whether graphs hold old tiles, and nobody captures them again yet."""
+        """Called in the engine's thread. Returns True if graphs became stale and no recapture is scheduled yet."""
         self.tuned += tuned
         if not any(one.us < one.first_us for one in tuned):
             return False
-        if self._warming is None or self._warming.is_done:  # what other kernels of a tile were not compiled to time it
+        if self._warming is None or self._warming.is_done:  # timing did not compile all kernels of the new tiles
             runner, pages = self.engine.runner, self.engine.scheduler.pages
             self._warming = WarmAgain(runner, pages, self.plan, self._facts, recorder(self.plan))
             self.engine.when_idle(self._warming)
@@ -341,36 +341,37 @@ class Boot:
 
     @property
     def facts_line(self) -> str:
-        """What belongs into the run summary after the kernels: graphs, tiles, profile."""
+        """The part of the run summary after the kernels: graphs, experts, speculation, tiles, memory profile."""
         parts = [self._graphs_note, self._experts_note, self._speculation_note]
         if self.plan.device != "cpu":
             measured = self._tuner.num_measured
-            guessed = "" if is_measured(self._tuner.capability) else "tiles not measured on this card"
+            guessed = "" if is_measured(self._tuner.capability) else "tiles not measured on this GPU"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
             if unsteady := self._tuner.num_unsteady:
-                parts.append(f"{unsteady} not tuned: the card's clocks changed meanwhile")
+                parts.append(f"{unsteady} tiles not tuned: the GPU's clocks changed during timing")
         return " · ".join(part for part in (*parts, self.profile_note) if part)
 
     @property
     def rounded(self) -> str:
-        """What activations are rounded to; "" where no product does it."""
+        """The activation quantization in effect; "" if no kernel applies it."""
         return "" if self._unrounded else self.plan.activations
 
     @property
     def _experts_note(self) -> str:
-        """Where experts lie; nothing where all are on the device."""
+        """Placement of the experts for the run summary; "" if all are on the device."""
         if not self.plan.host_experts:
             return ""
         count, _ = expert_counts(self._model.facts)
         layers = self._model.host_experts
         size = gib(sum(one.nbytes for one in layers), 1)
-        words = f"{self.plan.host_experts} of {count} experts a layer on the CPU ({size}), so no graphs"
+        words = f"{self.plan.host_experts} of {count} experts per layer on the CPU ({size}), so no CUDA graphs"
         moved = [one.moved for one in layers]
         chosen = sum(one.chosen for one in moved)
         if not chosen:
             return words
         hits = 100 * sum(one.on_device for one in moved) // chosen
-        words += f", {hits} % of the choices hit the device, {gib(sum(m.to_host + m.to_device for m in moved))} moved"
+        moves = gib(sum(m.to_host + m.to_device for m in moved))
+        words += f", {hits} % of routed tokens hit the device, {moves} of activations moved"
         for count, what in (
             (sum(m.streamed for m in moved), "streamed"),
             (sum(m.exchanged for m in moved), "exchanged"),
@@ -380,60 +381,61 @@ class Boot:
 
     @property
     def _speculation_note(self) -> str:
-        """How well guesses go; nothing while there are none."""
+        """Acceptance rates of the drafters for the run summary; "" without speculation."""
         stats = self._engine.stepper.stats if self._engine is not None else None
         guesses = dict(stats.guesses) if stats is not None else {}
         if not guesses:
             return f"speculation {self.plan.speculation}" if self.plan.speculation != "off" else ""
-        shares = (f"{100 * right // all_} % of {all_:,} {name} guesses" for name, (all_, right) in guesses.items())
-        return f"speculation {self.plan.speculation}, {', '.join(shares)} right"
+        shares = (f"{100 * right // all_} % of {all_:,} {name} tokens" for name, (all_, right) in guesses.items())
+        return f"speculation {self.plan.speculation}, {', '.join(shares)} accepted"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is less than planned, with what to do about it."""
-        found = [f"{failure}; the next kernel took its place" for failure in self._selftest.failures]
+        """Shortfalls against the plan, each with a way to fix it."""
+        found = [f"{failure}; a fallback kernel replaces it" for failure in self._selftest.failures]
         if self.plan.device == "cpu":
             missing, note = library().reason, library().note
             if missing and not any("compiler" in warning for warning in self.plan.warnings):
-                found.insert(0, f"{missing}; PyTorch's own products are used, slower")
+                found.insert(0, f"{missing}; slower PyTorch kernels are used instead")
             if note:
                 found.append(note)
         graphs = self._engine.runner.graphs if self._engine is not None else None
         if graphs is not None and graphs.failure:
-            found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
+            found.append(f"CUDA graphs: {graphs.failure}; decoding is slower, because it launches every kernel")
         if self._unrounded:
-            takes = f"{self._unrounded} weights, a card that multiplies them and engine.deterministic off"
+            takes = f"{self._unrounded} weights, a GPU with {self._unrounded} matmuls and engine.deterministic off"
             if self._unrounded == "int8":
-                takes = "a CPU with products of bytes (VNNI, Arm's dot products), and quantized weights"
+                takes = "a CPU with int8 dot products (VNNI, Arm dotprod) and quantized weights"
             found.append(
-                f"activations are not rounded to {self._unrounded}: that takes {takes}; localllm doctor --kernels says"
-                " which"
+                f"activations are not quantized to {self._unrounded}, which needs {takes}; `localllm doctor --kernels`"
+                " shows the kernels in use"
             )
         if self._shrunk:
             found.append(f"{self.profile_note}: {self._shrunk}")
         if self.plan.speculation != "off" and self._engine is not None and self._engine.stepper.speculation is None:
-            found.append("speculation is off: guessing, or a step with guessed tokens, failed; the log says why")
+            found.append("speculation is off because drafting or a verification step failed; see the log")
         elif self._reader and self._engine is not None and self._engine.runner.listener is None:
-            found.append(f"{self._reader} stopped drafting: it could not read the hidden states; the log says why")
+            found.append(f"{self._reader} is off because it failed to follow a step; see the log")
         note = self._engine.pressure.note if self._engine is not None else ""
         if note:
-            found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
+            found.append(f"{note}; close other programs that use the memory, or start with a smaller --ctx")
         return tuple(found)
 
 
 def kernel_words(kernels: Mapping[str, str]) -> str:
-    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
+    """The kernels in use, by layer class, in one line: equal ones are grouped, and leftover torch ops are named.
 
-    kernels   layer class, op or fused segment -> names of implementations
+    kernels   layer class, op or fused segment -> implementation names
     """
     products: dict[str, list[str]] = {}
     for name in ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"):
         if name in kernels:
             products.setdefault(kernels[name], []).append(name)
     if len(products) == 1:
-        words = [f"products {next(iter(products))}"]
+        words = [f"matmuls {next(iter(products))}"]
     else:
-        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
+        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()] or ["none"]
+        words[0] = f"matmuls {words[0]}"  # `interface.Facts.brief` cuts the run summary here
     attention = kernels.get("attention") or kernels.get("paged_attention", "none")
     words.append(f"attention {attention}")
     slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]

@@ -1,4 +1,4 @@
-"""The device that the plan took: whether torch can use the card, with cause and cure, and how many threads compute."""
+"""Claims the planned device: checks that torch can use the GPU, with cause and fix, and sets threads and affinity."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from localllm.device.host import version_key
 from localllm.errors import DeviceError, OutOfMemory
 from localllm.kernels.cpu.build import library, name_compiler
 from localllm.plan.plan import Plan
-from localllm.terminal import gib
+from localllm.terminal import counted, gib
 
-HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
-SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the system call's number; libnuma is not everywhere
+HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # layer classes that need several threads
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers, because libnuma is not always installed
 MPOL_DEFAULT, MPOL_INTERLEAVE = 0, 3
-LOADING_THREADS = 8  # threads that turn stored formats into ours on the host while a model goes to a card
+LOADING_THREADS = 8  # host threads that convert weights while a model is loaded onto a GPU
 
 
 def check_card(device: str, card: GpuFacts) -> None:
-    """Raise DeviceError where torch sees no card, sees another one there, or has no code for it."""
-    fix = "use --device cpu; `localllm doctor` tells more"
+    """Raise DeviceError if torch finds no GPU or a different one, or has no code for it."""
+    fix = "use --device cpu; `localllm doctor` shows details"
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"torch {torch.__version__} sees no CUDA device, the driver sees {card.name}: "
-            "driver and torch do not go together, or the card is hidden from this process",
+            f"torch {torch.__version__} finds no CUDA device, but the driver finds {card.name}: "
+            "torch does not match the driver, or the GPU is hidden from this process",
             fix,
         )
     index = int(device.removeprefix("cuda:") or 0)
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"{device} is {card.name}, but torch sees {torch.cuda.device_count()} cards only", fix)
+        raise DeviceError(
+            f"{device} is {card.name}, but torch finds only {counted(torch.cuda.device_count(), 'GPU')}", fix
+        )
     major, minor = torch.cuda.get_device_capability(index)
     seen = torch.cuda.get_device_name(index)
     if major * 10 + minor != card.capability or _is_another(index, card):
         raise DeviceError(
-            f"{device} is {seen} (sm_{major}{minor}) for torch and {card.name} (sm_{card.capability}) for the driver: "
-            "they number the cards differently",
+            f"{device} is {seen} (sm_{major}{minor}) for torch, but {card.name} (sm_{card.capability}) for the driver: "
+            "they number the GPUs differently",
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     built = torch.cuda.get_arch_list()
@@ -51,12 +53,12 @@ def check_card(device: str, card: GpuFacts) -> None:
         raise DeviceError(
             f"torch {torch.__version__} has no code for {card.name} (sm_{card.capability}), "
             f"only for {', '.join(built)}",
-            f"install a torch built for it: pip install -U torch; or {fix}",
+            f"install a torch build for it (pip install -U torch), or {fix}",
         )
 
 
 def _is_another(index: int, card: GpuFacts) -> bool:
-    """Whether torch's card of this number, of several, is not the driver's: of one class they differ in memory."""
+    """True if torch and the driver number several GPUs differently, judged by the UUID."""
     if torch.cuda.device_count() == 1 or card.mig:
         return False
     uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
@@ -64,23 +66,24 @@ def _is_another(index: int, card: GpuFacts) -> bool:
 
 
 def check_assembler(capability: int) -> None:
-    """Raise DeviceError where Triton's assembler does not know the card: the process would end, past all handlers."""
+    """Raise DeviceError if Triton's assembler does not know the GPU: compiling would kill the process, uncatchably."""
     if capability < BLACKWELL:
         return
     found, least = assembler(capability), generation(capability).min_cuda
     if not found.version or version_key(found.version) >= version_key(least):
         return
     raise DeviceError(
-        f"Triton's assembler {found.path} is of CUDA {found.version}, "
-        f"which has no code for sm_{capability}: {least} has",
+        f"Triton's assembler {found.path} is from CUDA {found.version}, "
+        f"which does not support sm_{capability}: it needs {least} or later",
         f"unset {found.variable}" if found.variable else "pip install --upgrade triton",
     )
 
 
 def runs_code_of(built: Iterable[str], capability: int) -> bool:
-    """Whether a card runs one of the codes that torch was built with.
+    """True if a GPU can run any of the code that torch was built with.
 
-    Machine code serves cards of its major version from its minor on; intermediate code (compute_NN) every later card.
+    Machine code (sm_NN) runs on GPUs of the same major and an equal or higher minor version; PTX (compute_NN) on all
+    later GPUs.
     """
     for name in built:
         found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
@@ -97,10 +100,10 @@ def runs_code_of(built: Iterable[str], capability: int) -> bool:
 
 
 def claim_card(device: str, machine: MachineFacts) -> None:
-    """Check the card; streams and kernels of this thread go to it, and Triton finds a compiler for its launchers.
+    """Check the GPU, make it the current device of this thread, and set the C compiler for Triton's launchers.
 
-    torch turns stored formats into ours with several threads meanwhile: nothing else needs the cores then. Raises
-    DeviceError where the card cannot be used.
+    torch gets several threads to convert weights, because nothing else needs the cores during loading. Raises
+    DeviceError if the GPU cannot be used.
     """
     card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
     check_card(device, card)
@@ -111,36 +114,35 @@ def claim_card(device: str, machine: MachineFacts) -> None:
 
 
 def check_room(plan: Plan, planned: MachineFacts, now: MachineFacts) -> None:
-    """Raise OutOfMemory where others took what the plan counts on since it was made, DeviceError where the card went.
+    """Raise OutOfMemory if others took planned memory since the plan was made, DeviceError if the GPU is gone.
 
-    planned   the machine that the plan was made for
+    planned   the machine as it was when the plan was made
     """
     index = int(plan.device.removeprefix("cuda:") or 0)
     before = planned.gpus[index]
     card = next((card for card in now.gpus if card.uuid == before.uuid), None)
     if card is None:
-        why = now.gpu_error or "the driver does not show it"
-        raise DeviceError(f"{before.name} was there when the model was planned: now {why}", "localllm doctor")
-    ours = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)  # kept by torch for the next model
+        why = now.gpu_error or "the driver no longer lists it"
+        raise DeviceError(f"{before.name} is gone since the model was planned: {why}", "localllm doctor")
+    ours = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)  # cached by torch, free for the model
     need = plan.need_bytes - plan.margin_bytes
     if card.unified or need <= card.free_bytes + ours:
         return
     known = {one.pid for one in before.processes}
-    others = [f"{one.name or 'process'} {one.pid} has {gib(one.used_bytes, 1)}" for one in card.processes]
+    others = [f"{one.name or 'process'} {one.pid} holds {gib(one.used_bytes, 1)}" for one in card.processes]
     new = [said for said, one in zip(others, card.processes, strict=True) if one.pid not in known] or others
     raise OutOfMemory(
-        f"{gib(need, 1)} are needed, {card.name} had {gib(before.free_bytes, 1)} free when the model was planned and"
-        f" has {gib(card.free_bytes, 1)} now{': ' if new else ''}{', '.join(new[:3])}",
-        "start again, which plans for what is free, or end what uses the card",
+        f"the model needs {gib(need, 1)}, but {card.name} has {gib(card.free_bytes, 1)} free, down from"
+        f" {gib(before.free_bytes, 1)} when the model was planned{': ' if new else ''}{', '.join(new[:3])}",
+        "start again to plan for the free memory, or stop the programs that use the GPU",
     )
 
 
 def set_threads(count: int) -> None:
     """Give our kernels `count` threads, and torch one.
 
-    torch's pool waits at a barrier after every small operation: beside another busy process on two cores, loading
-    smollm2 took 13 to 32 s with two torch threads, and 0.4 s with one. `serve_torch` gives it more where it does the
-    heavy work itself.
+    torch's pool synchronizes after every small op: next to another busy process on two cores, loading smollm2 took 13
+    to 32 s with two torch threads, but 0.4 s with one. `serve_torch` gives torch more if it runs the heavy ops itself.
     """
     torch.set_num_threads(1)
     lib = library().lib
@@ -150,15 +152,15 @@ def set_threads(count: int) -> None:
 
 @contextmanager
 def confined(plan: Plan) -> Iterator[None]:
-    """This thread and those that it starts use the plan's CPUs and spread their memory over its nodes.
+    """Context in which this thread, and threads it starts, use the plan's CPUs and interleave memory over its nodes.
 
-    This thread has its CPUs back at the end. Where the system refuses, all CPUs and the nearest memory are used.
+    This thread's affinity is restored at the end. If the system refuses, all CPUs and the nearest memory are used.
     """
     if plan.ranks or not (plan.cpus or plan.nodes):
         yield
         return
     before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a CPU set was made smaller meanwhile
+    with suppress(OSError):  # the cpuset may have shrunk since the plan was made
         os.sched_setaffinity(0, plan.cpus or before)
     is_spread = bool(plan.nodes) and spread_memory(plan.nodes)
     try:
@@ -171,7 +173,10 @@ def confined(plan: Plan) -> Iterator[None]:
 
 
 def spread_memory(nodes: Iterable[int]) -> bool:
-    """Have pages that this thread writes first lie on these nodes in turn; () for the nearest. False where refused."""
+    """Interleave memory that this thread touches first over these NUMA nodes; () restores the default policy.
+
+    Returns False if the system refuses.
+    """
     numbers = tuple(nodes)
     if (call := SET_MEMPOLICY.get(platform.machine())) is None:
         return False
@@ -185,6 +190,6 @@ def spread_memory(nodes: Iterable[int]) -> bool:
 
 
 def serve_torch(kernels: Mapping[str, str], count: int) -> None:
-    """Give torch `count` threads when a heavy layer class of the loaded model (class -> implementation) runs on it."""
+    """Give torch `count` threads if it runs a heavy layer class of the loaded model (class -> implementation)."""
     if any(kernels.get(name, "").startswith("torch") for name in HEAVY):
         torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0, `python -m localllm.boot.follower FD`: `boot.ranks` starts it and tells it."""
+"""Process of a rank other than 0: `python -m localllm.boot.follower FD`, started and directed by `boot.ranks`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.models.parallel import Message
 
 
 def end_with(lead: socket.socket) -> None:
-    """End this process when rank 0 is gone, whatever it waits for."""
+    """Exit this process when rank 0 is gone, even if it is blocked."""
     poll = select.poll()
     poll.register(lead, getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
@@ -24,7 +24,7 @@ def end_with(lead: socket.socket) -> None:
 
 
 def run(lead: socket.socket) -> None:
-    """Load this rank's part, and do what rank 0 does."""
+    """Load this rank's part, then follow rank 0 step by step."""
     job = receive(lead)
     import torch
 
@@ -40,8 +40,9 @@ def run(lead: socket.socket) -> None:
 
     if job["versions"] != versions():
         raise ConfigError(
-            f"this rank runs localllm {' with torch '.join(versions())}, rank 0 {' with torch '.join(job['versions'])}",
-            "install one version, and start again",
+            f"this rank runs localllm {' with torch '.join(versions())}, but rank 0 runs"
+            f" {' with torch '.join(job['versions'])}",
+            "install a single version and start again",
         )
     share = Share(**job["share"] | {"span": tuple(job["share"]["span"])})
     device, here = job["device"], machine()
@@ -57,8 +58,8 @@ def run(lead: socket.socket) -> None:
     with open_model(job["path"], job["mmproj"]) as checkpoint:
         if identity_of(checkpoint) != job["files"]:
             raise ConfigError(
-                f"{checkpoint.path.name} is another file than rank 0 reads: it was changed meanwhile",
-                "start again when nothing writes to the model's files",
+                f"{checkpoint.path.name} changed while the model was loading",
+                "start again once nothing writes to the model's files",
             )
         model = load_model(checkpoint, options)
     assert isinstance(model, ParallelModel)
@@ -83,7 +84,7 @@ def _known(error: BaseException) -> LocalLLMError:
 
 
 def main(descriptor: int) -> None:
-    """The process; an error that ends it goes to rank 0."""
+    """Run the process; an error that ends it is sent to rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lead = socket.socket(fileno=descriptor)
     threading.Thread(target=end_with, args=(lead,), daemon=True).start()
@@ -97,7 +98,7 @@ def main(descriptor: int) -> None:
         raise
     finally:
         sys.stderr.flush()
-    os._exit(0)  # nothing here has to be put away
+    os._exit(0)  # nothing needs cleanup
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much memory something took: torch's allocator on a GPU, the process's anonymous memory on a CPU."""
+"""Memory measurements: torch's allocator on a GPU, the process's anonymous memory on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WATCH_S = 0.002
 
 
 class Meter:
-    """Notes what torch's allocator took between two moments on a GPU; on the CPU it notes nothing."""
+    """Records what torch's allocator takes between two calls on a GPU; records nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,16 +27,16 @@ class Meter:
         return torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
 
     def settle(self) -> None:
-        """Give back what the allocator keeps for later, and count from here.
+        """Free the allocator's cache and count from here.
 
-        A capture gives it back when it begins: counted from before that, a graph would seem to take less than nothing.
+        A graph capture frees the cache when it begins, so without this a graph would seem to take negative memory.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._allocated, self._reserved = self._read()
 
     def note(self, name: str, reserved: bool = False) -> None:
-        """What was taken since the last note; `reserved` counts what the allocator keeps for itself, too."""
+        """Record the bytes taken since the last call; `reserved` includes memory cached by the allocator."""
         allocated, held = self._read()
         if self._device.type == "cuda":
             self.found[name] = held - self._reserved if reserved else allocated - self._allocated
@@ -44,7 +44,7 @@ class Meter:
 
 
 def gpu_peak(device: torch.device, call: Callable[[], None]) -> int:
-    """Bytes beyond what is allocated now that `call()` held at most."""
+    """Peak bytes that `call()` allocates on top of what is allocated now."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -54,7 +54,7 @@ def gpu_peak(device: torch.device, call: Callable[[], None]) -> int:
 
 
 def peak_of(device: torch.device, call: Callable[[], None]) -> int:
-    """Of a call: on a GPU as `gpu_peak`; on the CPU all anonymous memory of the process."""
+    """Peak memory of a call: `gpu_peak` on a GPU, all anonymous memory of the process on the CPU."""
     if device.type == "cuda":
         return gpu_peak(device, call)
     with Peak() as peak:
@@ -63,7 +63,7 @@ def peak_of(device: torch.device, call: Callable[[], None]) -> int:
 
 
 class Peak:
-    """The highest `rss_anon_bytes` while a block runs."""
+    """Context manager that records the highest `rss_anon_bytes` while a block runs."""
 
     def __enter__(self) -> Peak:
         self.highest = rss_anon_bytes()

@@ -1,10 +1,10 @@
-"""Boots = fills: the worst steps of a plan, run once, and what they took against what the plan said.
+"""Memory profile: runs the worst-case steps of a plan once and compares their memory use with the plan.
 
-The worst steps are the last prefill chunk at full depth, one decode step of every bucket with all sequences at full
-depth, and the sampler at the largest batch. Earlier chunks need not be computed: what lies in the pages does not matter
-to memory. On a GPU all of it runs before the first request, and torch's allocator is compared term by term. On a CPU it
-runs when the first answer is out and nobody asks anything: every planned page is touched, a layer of each kind computes
-the steps (the others would use the same memory again), and the process's anonymous memory is compared.
+The worst-case steps are the last prefill chunk at full context, one decode step per bucket with all sequences at full
+context, and sampling at the largest batch. Earlier chunks are skipped, because the contents of pages do not affect
+memory. On a GPU, all of this runs before the first request, and torch's allocator is compared term by term. On the CPU,
+it runs after the first answer while the engine is idle: it touches every planned page, runs the steps through one layer
+of each kind (other layers reuse the same memory), and compares the process's anonymous memory.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from localllm.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
-# for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly
+# time limit for touching pages on the CPU; the remaining pages are only counted, since their size is known exactly
 TOUCH_S = 6.0
 BYTES_AT_ONCE = 16 << 20
 
 
 class WorstSteps:
-    """The steps that take most memory, over pages that the caller says may be written.
+    """The steps that need the most memory, run over pages that the caller allows to be overwritten.
 
-    pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
-    slots   the same of states
-    samples no tokens are drawn without
+    pages    page ids per cache group; too few for the context are reused
+    slots    state slots, likewise
+    samples  False skips sampling
     """
 
     def __init__(
@@ -73,48 +73,48 @@ class WorstSteps:
         self._samples = samples
 
     def prefill(self) -> None:
-        """The last chunk of a prompt that fills the context, and its token."""
+        """Run the last prefill chunk of a prompt that fills the context, and sample a token."""
         length = self._plan.ctx - 1
         rows = min(self._plan.prefill_budget, length)
         self.chunk(length - rows, rows)()
 
     def decode(self, count: int) -> None:
-        """One token for each of `count` sequences that fill the context, sampled."""
+        """Run a decode step for `count` sequences that fill the context, and sample."""
         self.decoding(count)()
 
     def check_guesses(self, count: int) -> None:
-        """The same, with as many guessed tokens behind the first of them as the plan lets a step check."""
+        """Like `decode`, with the plan's maximum of draft tokens after the first sequence."""
         self.checking(count, min(self._plan.num_drafts, self._plan.ctx - 2))()
 
     def checking(self, count: int, guessed: int, waits: bool = True) -> Callable[[], None]:
-        """As `decoding`, with so many guessed tokens behind the first of the sequences."""
+        """Like `decoding`, with `guessed` draft tokens after the first sequence."""
         first, *others = [self._sequence(self._plan.ctx - 1, 1 + guessed, i) for i in range(count)]
         del first.token_ids[len(first.token_ids) - guessed :]
-        first.num_prompt_tokens = len(first.token_ids) - 1  # guesses stand behind an answer: graphs are for those
+        first.num_prompt_tokens = len(first.token_ids) - 1  # drafts follow answer tokens, as graphs expect
         return partial(self._run, [first, *others], [1] * count, waits, drafts=(1,) * guessed)
 
     def chunk(self, start: int, count: int) -> Callable[[], None]:
-        """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
+        """A call that prefills tokens [start, start + count) of a sequence and samples the next token."""
         return partial(self._run, [self._sequence(start + count, count, 0)], [count])
 
     def prompt(self, count: int) -> None:
-        """A prompt of `count` tokens, and the token behind it."""
+        """Prefill a prompt of `count` tokens and sample the next token."""
         self.chunk(0, count)()
 
     def mixed(self, count: int, length: int) -> None:
-        """A prompt of `count` tokens beside a sequence of `length` that decodes."""
+        """Prefill a prompt of `count` tokens in the same step as a decoding sequence of `length` tokens."""
         self._run([self._sequence(count, count, 0), self._sequence(length, 1, 1)], [count, 1])
 
     def decoding(self, count: int, waits: bool = True) -> Callable[[], None]:
-        """A call that computes one token for each of `count` sequences that fill the context.
+        """A call that decodes one token for each of `count` sequences that fill the context.
 
-        waits   False leaves the tokens on the device, as an engine that is a step ahead does
+        waits   False leaves the tokens on the device, as the engine does when it runs one step ahead
         """
         sequences = [self._sequence(self._plan.ctx - 1, 1, index) for index in range(count)]
         return partial(self._run, sequences, [1] * count, waits)
 
     def _sequence(self, length: int, written: int, index: int) -> Sequence:
-        """One of `length` tokens, the last `written` of which go to pages of their own, other than its neighbours'."""
+        """A sequence of `length` tokens whose last `written` tokens go to pages not shared with other sequences."""
         params = SamplingParams(temperature=1.0, top_p=0.95, seed=index, max_tokens=2)
         sequence = Sequence(Request([1] * length, params), index, len(self.pages), index, 2)
         size = self._plan.page_size
@@ -134,14 +134,14 @@ class WorstSteps:
     def _run(
         self, sequences: list[Sequence], news: list[int], waits: bool = True, drafts: tuple[int, ...] = ()
     ) -> None:
-        """`drafts` are guessed for the first of the sequences."""
+        """Run one step; `drafts` are draft tokens of the first sequence."""
         step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
         first = step.scheduled[0]
         step.scheduled[0] = replace(first, num_tokens=first.num_tokens + len(drafts), drafts=drafts)
         output = self._runner.forward(step, num_layers=self._num_layers)
         if not self._samples:
             return
-        # a step that is not captured has computed them all before any is sampled
+        # an eager step computes the logits of all rows before it samples any
         held = output.logits(list(range(len(sequences) + len(drafts)))) if drafts else None
         draw = self._runner.sample(output, list(range(len(sequences))), sequences)
         del held
@@ -150,9 +150,9 @@ class WorstSteps:
 
 
 class Watch:
-    """While a block runs, what each of the other ranks holds at most; one process has none.
+    """Context manager that records the peak memory of every other rank; records nothing for a single process.
 
-    left   of each group, pages that are counted without being touched
+    left   pages per cache group that are counted without being touched
     """
 
     def __init__(self, model: Model) -> None:
@@ -171,9 +171,9 @@ class Watch:
 
 
 def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryProfile:
-    """Run the worst steps now. Raises DeviceError where several ranks run out of memory in them.
+    """Run the worst-case steps now. Raises DeviceError if several ranks run out of memory in them.
 
-    held   what torch's allocator took for "weights", "kv", "tables" and "graphs"
+    held   bytes that torch's allocator took for "weights", "kv", "tables" and "graphs"
     """
     started = time.monotonic()
     planned = dict(plan.work_terms)
@@ -189,7 +189,7 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
             held.get("graphs", 0),
         ),
     ]
-    others: list[list[Message]] = []  # of every step, what the other ranks say
+    others: list[list[Message]] = []  # per step, the answers of the other ranks
     failure = ""
     eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30, slots=worst.slots)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
@@ -206,17 +206,17 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
             if isinstance(error, DeviceError) or not is_out_of_memory(error):
                 raise
             torch.cuda.empty_cache()
-            failure = f"memory ran out in the worst step of {name}"
+            failure = f"out of memory in the worst-case step of {name}"
             break
     own = MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
-    each = zip(*others, strict=True)  # of every other rank, what it says of the steps
+    each = zip(*others, strict=True)  # per rank, its answers for all steps
     names = [name for name, _ in steps]
     theirs = [_of_rank(plan.of_rank(rank), said, names) for rank, said in enumerate(each, 1)]
     return _of_all([own, *theirs])
 
 
 def _of_rank(plan: Plan, said: Many[Message], steps: Many[str]) -> MemoryProfile:
-    """What another rank with a GPU has measured; its tables are made in the first of the steps."""
+    """The profile of another rank on a GPU; its tables are part of the first step."""
     planned = dict(plan.work_terms)
     terms = [Term("weights", plan.weight_bytes, said[0]["weights"]), Term("kv", plan.kv_bytes, said[0]["kv"])]
     for step, one in zip(steps, said, strict=True):
@@ -225,7 +225,7 @@ def _of_rank(plan: Plan, said: Many[Message], steps: Many[str]) -> MemoryProfile
 
 
 def _of_all(profiles: list[MemoryProfile]) -> MemoryProfile:
-    """The one that decides, with its rank where there are several."""
+    """The decisive profile, with its rank if there are several."""
     if len(profiles) == 1:
         return profiles[0]
     named = [replace(one, rank=rank, seconds=profiles[0].seconds) for rank, one in enumerate(profiles)]
@@ -235,8 +235,9 @@ def _of_all(profiles: list[MemoryProfile]) -> MemoryProfile:
 
 
 def warm_up(runner: Runner, plan: Plan, facts: ModelFacts) -> None:
-    """Launch every kernel that requests may need, over pages that nobody has yet: loading or compiling one takes a card
-    from milliseconds to seconds, which the first prompt of its length would wait for.
+    """Launch every kernel that requests may need, over pages not yet in use.
+
+    Loading or compiling a kernel takes milliseconds to seconds, which the first prompt of that length would wait for.
     """
     worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages], 1 << 30, range(plan.num_slots))
     for step in _every_kernel(runner, plan, facts):
@@ -244,13 +245,13 @@ def warm_up(runner: Runner, plan: Plan, facts: ModelFacts) -> None:
 
 
 def _every_kernel(runner: Runner, plan: Plan, facts: ModelFacts) -> Iterator[Callable[[WorstSteps], None]]:
-    """Steps which together launch every kernel that is in no graph."""
+    """Steps that together launch every kernel outside of graphs."""
     largest = min(plan.prefill_budget, plan.ctx - 1)
     counts = *LINEAR_TOKENS["cuda"], *tokens_of_tiles(*expert_counts(facts))
     for count in sorted({min(count, largest) for count in counts}):
         yield methodcaller("prompt", count)
     if plan.max_parallel > 1:
-        # keys and values of E4M3 are widened once for many queries, but not for few, nor beside so long a sequence
+        # E4M3 pages are widened up front for many queries, but not for few, nor next to a sequence this long
         short = {(min(100, largest), 2), (largest, 2)} if plan.kv == "fp8" else set()
         for count, length in sorted(short | {(largest, plan.ctx - 1)}):
             yield methodcaller("mixed", count, length)
@@ -261,9 +262,9 @@ def _every_kernel(runner: Runner, plan: Plan, facts: ModelFacts) -> Iterator[Cal
 
 
 class WarmAgain:
-    """An idle job (`Engine.when_idle`) that does so once more, over pages that are free: other tiles were chosen since.
+    """Idle job (`Engine.when_idle`) that repeats `warm_up` over free pages after new tiles were chosen.
 
-    recorded   notes what a call would launch, and gives what compiles that, to run beside the engine's thread
+    recorded   records what a call would launch; returns a function that compiles it in another thread
     """
 
     def __init__(
@@ -285,17 +286,17 @@ class WarmAgain:
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
         try:
-            self._go_on(must_stop)
+            self._run_steps(must_stop)
         except BaseException:
-            self._left.clear()  # it is done: whoever chooses other tiles next begins anew
+            self._left.clear()  # counts as done, so that the next change of tiles starts a new job
             raise
         return self.is_done
 
-    def _go_on(self, must_stop: Callable[[], bool]) -> None:
+    def _run_steps(self, must_stop: Callable[[], bool]) -> None:
         free = [pool.free_pages() for pool in self._pages.pools]
         slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
         if not all(free) or self._plan.num_slots and not slots:
-            self._left.clear()  # what is kept for later requests is worth more
+            self._left.clear()  # do not evict cached prefixes for this
         given = self._runner, self._plan, free, 1 << 30, slots
         worst, noted = WorstSteps(*given), WorstSteps(*given, samples=False)
         while self._left and not must_stop():
@@ -310,19 +311,19 @@ class WarmAgain:
 
 
 class Neighbours:
-    """How often a model came into this process's memory, or gave some back: in between it tells of one model alone."""
+    """Counts how often a model was loaded or freed in this process. Memory is attributable to one model in between."""
 
     changes: ClassVar[int] = 0
 
 
 class CpuProfiler:
-    """An idle job (`Engine.when_idle`) that profiles a plan on the CPU; a request stops it, and it begins anew.
+    """Idle job (`Engine.when_idle`) that profiles a plan on the CPU; a request interrupts it, and it starts over.
 
-    base_bytes     anonymous memory of the process with everything but this model in it
-    program_bytes  what of it our own imports and the tokenizer took
-    since          `Neighbours.changes` when that was read
-    draft          bytes of a draft model's weights, and of its pages: these are not touched
-    done           called with the profile, in the engine's thread; None where the memory is not this model's alone
+    base_bytes     anonymous memory of the process without this model
+    program_bytes  the part of it taken by our imports and the tokenizer
+    since          `Neighbours.changes` when these were read
+    draft          (weight bytes, page bytes) of the draft model, whose pages are not touched
+    done           called in the engine's thread with the profile, or None if another model was loaded or freed
     """
 
     def __init__(
@@ -347,14 +348,14 @@ class CpuProfiler:
         self._failed: MemoryProfile | None = None
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
-        """True when it is finished, also where it cannot be done."""
+        """Profile the plan. Returns True when finished, including when profiling is impossible."""
         started = time.monotonic()
         free = [pool.free_pages() for pool in self._pages.pools]
         slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
         if not self._is_alone():
             return True
         if not self._has_room(free) or (self._plan.num_slots and not slots):
-            log.info("the plan is not profiled: others took the memory that it counts on")
+            log.info("plan not profiled: other programs use the planned memory")
             return True
         try:
             with Peak() as peak, Watch(self._runner.model) as watch:
@@ -371,21 +372,21 @@ class CpuProfiler:
             return True
         profile = self._profile(peak.highest + untouched, watch.found, time.monotonic() - started)
         if not profile.held and self._failed is None:
-            self._failed = profile  # something else in this process may have taken memory just then: once more
+            self._failed = profile  # something else in this process may have taken memory meanwhile, so try once more
             return False
         self._done(min(profile, self._failed or profile, key=lambda one: one.total.measured_bytes))
         return True
 
     def _is_alone(self) -> bool:
-        """Whether no other model came or went since the memory without this one was read; says so where one did."""
+        """True if no other model was loaded or freed since `base_bytes` was read; otherwise reports None to `done`."""
         if self._since == Neighbours.changes:
             return True
-        log.info("the plan is not profiled: another model came into this process, or left it")
+        log.info("plan not profiled: another model was loaded or freed in this process")
         self._done(None)
         return False
 
     def _has_room(self, free: list[list[int]]) -> bool:
-        """Whether the machine still has what the pages need, and there are enough of them to write to."""
+        """True if the machine has enough free memory for the pages, and enough free pages for the steps."""
         wanted = sum(len(pages) for pages in free) / max(1, sum(self._plan.num_pages)) * self._plan.kv_bytes
         rows = max(self._plan.prefill_budget // self._plan.page_size + 2, self._plan.max_parallel)
         return memory_limits().ram_available_bytes > wanted + self._plan.margin_bytes // 2 and all(
@@ -393,9 +394,9 @@ class CpuProfiler:
         )
 
     def _touch(self, free: list[list[int]], left: list[int], must_stop: Callable[[], bool]) -> int | None:
-        """Write to every free page; bytes that were left out to save time, None when it had to stop.
+        """Write to every free page. Returns the bytes of pages left out to save time, None if interrupted.
 
-        left   takes how many pages of each group these are
+        left   receives the number of these pages per cache group
         """
         ends = time.monotonic() + TOUCH_S
         for group, pages in enumerate(free):
@@ -412,7 +413,7 @@ class CpuProfiler:
 
     def _steps(self, free: list[list[int]], slots: list[int], must_stop: Callable[[], bool]) -> bool:
         worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds, slots)
-        # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
+        # the logits of a decode step stay alive during the next step (`kernels.cpu.segments`), which may be a prefill
         left = torch.ones(self._plan.max_parallel + self._plan.num_drafts, self._runner.vocab_size)
         for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
             if must_stop():

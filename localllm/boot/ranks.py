@@ -1,7 +1,7 @@
-"""Rank 0 of a model that several processes compute: it starts the others, hears from them, and ends them.
+"""Rank 0 of a divided model: starts the other ranks' processes, talks to them and stops them.
 
-Rank 0 and another one share a socket: messages of JSON behind their length. When a rank ends by itself its system call
-tells a thread here at once; the others are ended with it, and every request with an error that says which it was.
+Rank 0 shares a socket with each other rank, for length-prefixed JSON messages. If a rank dies, a thread here notices at
+once, kills the other ranks, and fails every request with an error that names the rank.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from localllm.models.ranks import Ranks
 from localllm.plan.plan import Plan
 
 LENGTH_BYTES = 4
-MEET_S = 120.0  # for all ranks to find each other, once each has its weights
-DYING_S = 3.0  # for what a rank says last, and for how it ended
-CLOSING_S = 5.0  # for ranks to end by themselves
-HINT = "start again; `localllm doctor` checks the cards"
-RAN_OUT = "memory ran out in a step that all ranks compute together, which cannot be repeated with less"
-RAN_OUT_HINT = "start again with a smaller --ctx or --parallel, or close what else uses the memory"
-# of `LoadOptions`, what all ranks have alike
+MEET_S = 120.0  # time for all ranks to connect once each has loaded its weights
+DYING_S = 3.0  # time to wait for a dying rank's last message and exit code
+CLOSING_S = 5.0  # time for ranks to exit on their own
+HINT = "start again; `localllm doctor` checks the GPUs"
+RAN_OUT = "out of memory in a step of all ranks, which cannot be retried with a smaller batch"
+RAN_OUT_HINT = "start again with a smaller --ctx or --parallel, or close other programs that use the memory"
+# the fields of `LoadOptions` that all ranks share
 ALIKE = ("dtype", "kv_format", "page_size", "context", "exact", "deterministic", "activations", "weights", "predictor")
 
 
 def send(to: socket.socket, message: Mapping[str, Any]) -> None:
-    """Raises OSError where the other side is gone."""
+    """Send a message. Raises OSError if the other side is gone."""
     data = json.dumps(message, separators=(",", ":")).encode()
     to.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
 def receive(source: socket.socket) -> Message:
-    """The next message. Raises EOFError where the other side is gone."""
+    """Receive the next message. Raises EOFError if the other side is gone."""
     data = _read(source, int.from_bytes(_read(source, LENGTH_BYTES), "little"))
     message: Message = json.loads(data)
     return message
@@ -74,7 +74,7 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 def meet(share: Share, store: str, device: str) -> None:
-    """Find the other ranks. They talk over the loopback interface, or as NCCL finds best."""
+    """Join the process group of all ranks: Gloo over the loopback interface on the CPU, NCCL on GPUs."""
     if device == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     backend = "gloo" if device == "cpu" else "nccl"
@@ -84,25 +84,25 @@ def meet(share: Share, store: str, device: str) -> None:
 
 
 def identity_of(checkpoint: OpenModel) -> dict[str, list[int]]:
-    """What tells files from others of the same name; that of the tower is among them once there are facts."""
+    """Size, mtime and inode of the model's files, to detect changes; the vision tower is included after `facts`."""
     assert checkpoint.facts
     found = {path: os.stat(path) for path in checkpoint.files}
     return {str(path): [stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in found.items()}
 
 
 def versions() -> list[str]:
-    """What all ranks must have alike."""
+    """The versions that all ranks must share."""
     return [__version__, torch.__version__]
 
 
 def load(checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> Model:
-    """The model as the plan divides it: one process has all of it, or rank 0 the part that is its own."""
+    """Load the model according to the plan: all of it in one process, or rank 0's part with the other ranks started."""
     if len(plan.ranks) < 2:
         with confined(plan):
             return load_model(checkpoint, options)
     if dist.is_initialized():
         raise ConfigError(
-            "another model of this process is divided among ranks already", "unload it first, or use one card for each"
+            "another model of this process is already split over ranks", "unload it first, or use one device per model"
         )
     processes = RankProcesses(checkpoint, options, plan)
     try:
@@ -117,20 +117,20 @@ def load(checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> Model:
 
 
 class RankProcesses:
-    """The processes of all ranks but rank 0: they load beside it."""
+    """The processes of all ranks except rank 0, which load at the same time."""
 
     def __init__(self, checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> None:
         self._plan = plan
         self._folder = tempfile.TemporaryDirectory(prefix="localllm-ranks-")
         self._store = str(Path(self._folder.name) / "store")
         self._closing = False
-        self._ended = threading.Event()  # a rank ended by itself
+        self._ended = threading.Event()  # a rank has died
         self._failure: LocalLLMError | None = None
         self._lock = threading.Lock()
         self._model: ParallelModel | None = None
         self._sockets: list[socket.socket] = []
         self._ready: list[threading.Event] = []
-        self._answers: list[SimpleQueue[Message | None]] = []  # None: there will be none
+        self._answers: list[SimpleQueue[Message | None]] = []  # None: no more answers will come
         self.processes: list[subprocess.Popen[bytes]] = []
         job = {
             "path": str(checkpoint.path),
@@ -142,7 +142,7 @@ class RankProcesses:
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name in ALIKE},
         }
         for rank in range(1, len(plan.ranks)):
-            self._start(rank, job | {"share": _plain(self.share(rank)), "device": plan.ranks[rank].device})
+            self._start(rank, job | {"share": _as_json(self.share(rank)), "device": plan.ranks[rank].device})
 
     def share(self, rank: int) -> Share:
         plan = self._plan
@@ -164,29 +164,29 @@ class RankProcesses:
         self.processes.append(process)
         self._ready.append(threading.Event())
         self._answers.append(SimpleQueue())
-        threading.Thread(target=self._attend, args=(rank, process), name=f"rank {rank}", daemon=True).start()
-        with contextlib.suppress(OSError):  # it ended: `_wait` says so
+        threading.Thread(target=self._read_messages, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+        with contextlib.suppress(OSError):  # the process has died; `_read_messages` reports it
             send(ours, job)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def watched(self, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-        """`progress`, which stops the load of rank 0 where another rank has failed."""
+        """A wrapper of `progress` that aborts rank 0's load if another rank has failed."""
 
         def told(done: int, of: int) -> None:
             if self._ended.is_set():
-                raise self._why()
+                raise self._error()
             if progress is not None:
                 progress(done, of)
 
         return told
 
     def join(self, model: ParallelModel) -> None:
-        """Wait for the others to have their weights, and meet them. Raises what they failed with."""
+        """Wait until the other ranks are loaded, then connect to them. Raises the error of a rank that failed."""
         for is_ready in self._ready:
             while not is_ready.wait(0.05):
                 if self._ended.is_set():
-                    raise self._why()
+                    raise self._error()
         for source in self._sockets:
             self._send(source, {"do": "meet"})
         try:
@@ -204,13 +204,13 @@ class RankProcesses:
     def ask(self, message: Message) -> list[Message]:
         self.tell(message)
         if self._ended.is_set():
-            raise self._why()
+            raise self._error()
         return [self._answer_of(rank) for rank in range(1, len(self._plan.ranks))]
 
     def _answer_of(self, rank: int) -> Message:
         found = self._answers[rank - 1].get()
         if found is None:
-            raise self._why()
+            raise self._error()
         return found
 
     def _send(self, source: socket.socket, message: Message) -> None:
@@ -227,11 +227,11 @@ class RankProcesses:
             self._fail(DeviceError(f"rank 0: {RAN_OUT}", RAN_OUT_HINT))
         elif self._failure is None:
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            self._fail(DeviceError(f"rank 0 failed in a step of all ranks: {type(error).__name__}: {said}", HINT))
-        return self._why()
+            self._fail(DeviceError(f"rank 0 failed in a step: {type(error).__name__}: {said}", HINT))
+        return self._error()
 
     def close(self) -> None:
-        """End them all; safe to call twice."""
+        """Stop all ranks; safe to call twice."""
         self._closing = True
         for source in self._sockets:
             with contextlib.suppress(OSError):
@@ -249,14 +249,14 @@ class RankProcesses:
                 process.wait()
         for source in self._sockets:
             with contextlib.suppress(OSError):
-                source.shutdown(socket.SHUT_RDWR)  # whoever attends to it hears that it is over
+                source.shutdown(socket.SHUT_RDWR)  # unblocks the thread that reads from it
             source.close()
         self._folder.cleanup()
 
-    # --- a rank that ends by itself -----------------------------------------------------------------------------------
+    # --- a rank that dies ---------------------------------------------------------------------------------------------
 
-    def _attend(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Hear what a rank says, until it ends."""
+    def _read_messages(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Handle a rank's messages until its process ends."""
         said: Message = {}
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -269,13 +269,13 @@ class RankProcesses:
         if self._closing:
             return
         if "error" not in said:
-            self._fail(self._end_of(rank, process.pid, code))
+            self._fail(self._exit_error(rank, process.pid, code))
             return
         kind = DeviceError if self._model is not None else getattr(errors, said["error"], DeviceError)
         self._fail(kind(f"rank {rank}: {said['message']}", said["hint"] or HINT))
 
-    def _end_of(self, rank: int, pid: int, code: int) -> LocalLLMError:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    def _exit_error(self, rank: int, pid: int, code: int) -> LocalLLMError:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         with contextlib.suppress(OSError):
             said = (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
             how += f": {said[-1][:200]}" if said else ""
@@ -283,7 +283,7 @@ class RankProcesses:
         return DeviceError(f"rank {rank} of {len(self._plan.ranks)} ({place}, process {pid}) {how}", HINT)
 
     def _fail(self, error: LocalLLMError) -> None:
-        """The first failure ends all other ranks, and with them what waits for them."""
+        """Record the first failure, kill all other ranks and wake up everything that waits for them."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -296,10 +296,10 @@ class RankProcesses:
         if self._model is not None and self._model.on_lost is not None:
             self._model.on_lost(error)
 
-    def _why(self) -> LocalLLMError:
+    def _error(self) -> LocalLLMError:
         self._ended.wait(DYING_S)
-        return self._failure or DeviceError("a rank ended while the model was loaded", HINT)
+        return self._failure or DeviceError("a rank exited while the model was loading", HINT)
 
 
-def _plain(share: Share) -> dict[str, Any]:
+def _as_json(share: Share) -> dict[str, Any]:
     return {f.name: getattr(share, f.name) for f in fields(share)}

@@ -1,6 +1,6 @@
-"""Facts about this machine: CPU, memory, GPUs, what surrounds the process, and our processes. No torch, no decision.
+"""Facts about this machine: CPU, memory, GPUs, the process's environment and our processes. No torch, no decisions.
 
-`machine()` takes a few milliseconds without a GPU. `plan` decides on the facts, `doctor` judges them.
+`machine()` takes a few milliseconds without a GPU. `plan` makes decisions from the facts; `doctor` judges them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def machine(root: Path = Path("/")) -> MachineFacts:
-    """What there is to compute with.
+    """Detect this machine's hardware.
 
-    root   where /proc and /sys are found: tests hand in a tree of their own
+    root   the directory that contains /proc and /sys; tests pass their own tree
 
-    Never raises for a missing file or a broken driver: what is not known is 0, "" or empty, and `gpu_error` says why.
-    With LOCALLLM_TESTING=1, LOCALLLM_FAKE_HW names an invented machine; without, it raises ConfigError.
+    Never raises for a missing file or a broken driver: unknown facts are 0, "" or empty; `gpu_error` has the reason.
+    LOCALLLM_FAKE_HW selects an invented machine; without LOCALLLM_TESTING=1 it raises ConfigError.
     """
     name = only_in_tests("LOCALLLM_FAKE_HW")
     if name:

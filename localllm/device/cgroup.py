@@ -1,7 +1,7 @@
-"""Limits of the control groups around this process, versions 1 and 2: CPU time and memory.
+"""CPU and memory limits of the control groups (v1 and v2) around this process.
 
-A limit may be set on any group from the process's own up to the root; the smallest counts. Inside a container the own
-path may point outside the mounted tree; then the mount itself is the group.
+Any group from the process's own up to the root may set a limit; the smallest counts. In a container, the process's
+path may point outside the mounted tree; then the mount itself is its group.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from .procfs import read
 
-UNLIMITED = 1 << 60  # Version 1 writes about 2^63 for "none".
+UNLIMITED = 1 << 60  # version 1 reports about 2^63 for "no limit"
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """CPUs' worth of time allowed, 0 when unlimited."""
+    """The allowed CPU time in CPUs; 0 if unlimited."""
     pairs = [read(folder / "cpu.max").partition(" ")[::2] for folder in _groups(root, "", "cpu")]
     pairs += [(read(f / "cpu.cfs_quota_us"), read(f / "cpu.cfs_period_us")) for f in _groups(root, "cpu", "cpu")]
     limits = (int(a) / int(b) for a, b in pairs if a.isdigit() and b.isdigit() and int(b))
@@ -23,9 +23,9 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """(limit, free below it) in bytes for each group that has a memory limit.
+    """(limit, free bytes below it) of each group with a memory limit.
 
-    Cached files count as free, as in the kernel's own MemAvailable, also those read twice: a model's, after its run.
+    Cached files count as free, as in MemAvailable, including active ones: a model's files become active after a run.
     """
     found = []
     for controller, limited, in_use, total in (
@@ -43,7 +43,7 @@ def memory_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
 
 
 def _groups(root: Path, controller: str, mount: str) -> Iterator[Path]:
-    """Folders of this process's group and those above it; `controller` "" is the single tree of version 2."""
+    """Folders of this process's group and its ancestors. `controller` "" selects the unified tree of version 2."""
     own = None
     for line in read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")

@@ -1,4 +1,4 @@
-"""The physical cores that this process may use: their hardware threads, speeds and memory nodes, as /sys tells them."""
+"""The physical cores that this process may use, with their hardware threads, speeds and NUMA nodes, from /sys."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from .facts import EFFICIENT, Core, MemoryNode
 from .procfs import read
 
-SAME_SOCKET = 20  # a node's distance to itself is 10, to others of its socket 11 to 16, to those of another socket more
+SAME_SOCKET = 20  # NUMA distances: 10 to itself, 11 to 16 within a socket, 20 or more to another socket
 
 
 def cores(allowed: Iterable[int], root: Path = Path("/")) -> tuple[Core, ...]:
-    """Cores that have a hardware thread among `allowed`, in the order of their numbers.
+    """Cores with a hardware thread among `allowed`, in numerical order.
 
-    What /sys does not say keeps its default: each logical CPU is then a core of its own, all are equally fast, and
-    there is one memory node.
+    Defaults where /sys lacks the information: each logical CPU is a core, all are equally fast, and there is one node.
     """
     threads: dict[tuple[str, ...], list[int]] = {}
     for cpu in sorted(allowed):
@@ -32,7 +31,7 @@ def cores(allowed: Iterable[int], root: Path = Path("/")) -> tuple[Core, ...]:
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[MemoryNode, ...]:
-    """The nodes that have memory; () where there is one, or /sys does not say."""
+    """The NUMA nodes with memory; () if there is only one or /sys does not list them."""
     numbers = _node_numbers(root)
     found = []
     for index in numbers if len(numbers) > 1 else ():
@@ -48,7 +47,7 @@ def memory_nodes(root: Path = Path("/")) -> tuple[MemoryNode, ...]:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """0-3,8 -> {0, 1, 2, 3, 8}; empty for what is no such list."""
+    """Parse a CPU list: 0-3,8 -> {0, 1, 2, 3, 8}; empty for anything else."""
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         return frozenset()
     ends = [part.partition("-") for part in text.split(",")]
@@ -56,13 +55,13 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def _core_of(root: Path, cpu: int) -> tuple[str, ...]:
-    """Names the physical core of a logical CPU; the CPU itself where /sys does not say.
+    """A key for the physical core of a logical CPU; the CPU itself if /sys does not say.
 
-    By the core's logical CPUs where they are listed: a core's number is unique within its die or cluster only, and
-    since Linux 6.0 a device tree's clusters are one package.
+    Prefers the list of the core's logical CPUs, because core ids are unique only within a die or cluster, and since
+    Linux 6.0 all clusters of a device tree are one package.
     """
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    for name in ("core_cpus_list", "thread_siblings_list"):  # the second before Linux 5.3
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second one before Linux 5.3
         if siblings := read(topology / name):
             return (siblings,)
     package, core = read(topology / "physical_package_id"), read(topology / "core_id")
@@ -70,7 +69,7 @@ def _core_of(root: Path, cpu: int) -> tuple[str, ...]:
 
 
 def _speeds(root: Path, cpus: Sequence[int]) -> list[float]:
-    """Of each CPU, of the fastest: by the scheduler's rating, else by the highest clock; 1 where one is not known."""
+    """Speed of each CPU relative to the fastest, by scheduler capacity, else by maximum clock; all 1 if not known."""
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
         rated = [read(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in cpus]
         numbers = [int(one) for one in rated if one.isdigit()]

@@ -1,4 +1,4 @@
-"""The CPU: its name, its instruction sets, how many cores this process may keep busy, how fast they read memory."""
+"""CPU facts: name, instruction sets, usable cores and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ X86_FLAGS = (
     *("amx_tile", "amx_int8", "amx_bf16"),
 )
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
-CORE_BYTES_S = 10e9  # what one core reads from memory on its own, cautiously: 10 to 15 GB/s on current machines
-SOCKET_BYTES_S = 40e9  # two channels of DDR4-3200 give 51 GB/s at best
-MIN_BYTES, MAX_BYTES = 64 << 20, 512 << 20  # of the buffers that a measurement of it reads
+CORE_BYTES_S = 10e9  # conservative read bandwidth of a single core: 10 to 15 GB/s on current machines
+SOCKET_BYTES_S = 40e9  # two channels of DDR4-3200 reach 51 GB/s at best
+MIN_BYTES, MAX_BYTES = 64 << 20, 512 << 20  # total buffer size of a bandwidth measurement
 PARTS = {"0x41": "ARM", "0xc0": "Ampere", "0x61": "Apple", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0x48": "HiSilicon"}
 
 
 def cpu_facts(root: Path = Path("/")) -> CpuFacts:
-    """Read from /proc/cpuinfo, /sys and the affinity mask; unknown parts keep their defaults."""
+    """Read CPU facts from /proc/cpuinfo, /sys and the affinity mask; unknown facts keep their defaults."""
     info = _cpuinfo(root)
     found = frozenset((info.get("flags") or info.get("features") or "").split())
     flags = tuple(f for f in (*X86_FLAGS, *ARM_FLAGS) if f in found)
@@ -51,7 +51,7 @@ def cpu_facts(root: Path = Path("/")) -> CpuFacts:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The first processor's lines, keys in lower case."""
+    """The entry of the first processor, with keys in lower case."""
     pairs = (line.partition(":") for line in read(root / "proc/cpuinfo").split("\n\n")[0].splitlines())
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
@@ -83,7 +83,7 @@ def _allowed() -> frozenset[int]:
 
 
 def _last_cache(root: Path) -> int:
-    """Bytes of the highest-level cache of the first CPU, 0 when /sys does not say."""
+    """Bytes of the last-level cache of the first CPU; 0 if /sys does not say."""
     sizes: dict[int, int] = {}
     for index in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
         try:
@@ -96,9 +96,9 @@ def _last_cache(root: Path) -> int:
 
 @cache
 def read_bandwidth(cores: int, cache_bytes: int) -> float:
-    """Bytes per second that `cores` threads read together, the best of three passes over buffers no cache holds.
+    """Bytes per second that `cores` threads read together: the best of three passes over buffers larger than the cache.
 
-    Each thread sums its slice as 64-bit words: reading is what decoding does. 50 to 150 ms once numpy is loaded.
+    Each thread sums its slice as 64-bit words, since decoding mostly reads. Takes 50 to 150 ms once numpy is loaded.
     """
     from concurrent.futures import ThreadPoolExecutor
 

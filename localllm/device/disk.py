@@ -1,4 +1,4 @@
-"""The disk under a folder: room, kind, file system. Read from /proc and /sys; nothing is written."""
+"""The disk of a folder: free space, kind and file system, read from /proc and /sys. Nothing is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = ("tmpfs", "ramfs")
 
 
 def disk_facts(folder: Path, root: Path = Path("/")) -> DiskFacts:
-    """What holds a folder, which need not exist yet. What cannot be read stays empty."""
+    """Facts about the disk of a folder, which need not exist yet. Unknown facts stay empty."""
     place = existing(folder)
     try:
         usage = shutil.disk_usage(place)
@@ -59,7 +59,7 @@ def _kind(root: Path, filesystem: str, source: str, device: int) -> str:
     try:
         folder = block.resolve()
         if folder.name.startswith(("vd", "xvd")):
-            return ""  # a virtual disk calls itself rotating, whatever it is
+            return ""  # virtual disks always report that they are rotational
         if "nvme" in folder.name or "nvme" in folder.parent.name:
             return "nvme"
         for place in (folder, folder.parent):  # a partition's queue belongs to its disk

@@ -17,7 +17,7 @@ PROFILES: list[str] = _DATA["profiles"]
 
 
 def _value(kind: type[Any], table: dict[str, Any]) -> Any:
-    """A value of `facts.py` from its table: lists become tuples, tables of their own the values they describe."""
+    """Build a value of `facts.py` from its table; lists become tuples, nested tables the values they describe."""
     given = {}
     for key, value in table.items():
         name, _, unit = key.rpartition("_")
@@ -55,7 +55,7 @@ def fake_machine(name: str) -> MachineFacts:
 
 
 def fake_host(name: str) -> HostFacts:
-    """What surrounds it."""
+    """The host facts of an invented machine."""
     default, own = _DATA["default"]["host"], _DATA["machine"].get(name, {}).get("host", {})
     packages = default["packages"] | own.get("packages", {}) | {"torch": fake_machine(name).torch_version}
     found: HostFacts = _value(HostFacts, default | own | {"packages": packages})

@@ -1,6 +1,6 @@
-"""What surrounds the engines on this machine, for doctor alone: packages, toolkit, disk, network, variables.
+"""Host facts for doctor: packages, CUDA toolkit, disk, network, environment variables.
 
-Reading it takes some tens of milliseconds and starts at most one short subprocess, so `machine()` leaves it out.
+Reading them takes tens of milliseconds and starts at most one short subprocess, so `machine()` leaves them out.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ VARIABLES = re.compile(
 KERNEL_ARGUMENTS = re.compile(r"(intel_|amd_)?iommu|pcie_aspm|pcie_port_pm|pci=|nvidia")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"
-CONNECT_S = 1.2  # a hub that has not answered by then does not answer quickly enough to be called reachable
+CONNECT_S = 1.2  # a hub that takes longer than this counts as unreachable
 
 
 def host(
     models: Path, hub_url: str = "", port: int = 8000, *, capability: int = 0, root: Path = Path("/")
 ) -> HostFacts:
-    """What surrounds this process.
+    """Read the host facts.
 
-    models   the folder that models are kept in; need not exist yet
-    hub_url  to try a connection to, "" not to
+    models   the folder of downloaded models; need not exist yet
+    hub_url  address to try a connection to; "" for none
     port     the server's port
-    capability  of the newest GPU, whose assembler of kernels is asked for its version; 0 without one
+    capability  compute capability of the newest GPU, for the version of its ptxas; 0 without a GPU
 
-    Never raises for what cannot be read: it stays empty.
+    Never raises for unreadable facts; they stay empty.
     """
     name = only_in_tests("LOCALLLM_FAKE_HW")
     if name:
@@ -94,7 +94,7 @@ def host(
 
 
 def connect(url: str) -> tuple[float, str]:
-    """(milliseconds to open a connection, "") or (0, why not). Nothing is sent."""
+    """Open a connection: (milliseconds, "") or (0, reason of the failure). Nothing is sent."""
     parts = urlsplit(url)
     if not parts.hostname:
         return 0.0, f"{url} is not an address"
@@ -109,7 +109,7 @@ def connect(url: str) -> tuple[float, str]:
 
 
 def _conflicts(installed: Mapping[str, metadata.Distribution]) -> tuple[str, ...]:
-    """Requirements of torch and of other engines on each other that what is installed does not meet."""
+    """Unmet requirements between torch, other engines and their dependencies."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     found = []
@@ -123,12 +123,12 @@ def _conflicts(installed: Mapping[str, metadata.Distribution]) -> tuple[str, ...
             if other is None or (need.marker and not need.marker.evaluate({"extra": ""})):
                 continue
             if not need.specifier.contains(other.version, prereleases=True):
-                found.append(f"{name} wants {need.name}{need.specifier}, {other.version} is installed")
+                found.append(f"{name} requires {need.name}{need.specifier}, but {other.version} is installed")
     return tuple(found)
 
 
 def _toolkit() -> str:
-    """Version of the CUDA toolkit, from its files: nvcc itself takes 50 ms to say it."""
+    """Version of the CUDA toolkit, from its files, because running nvcc takes 50 ms."""
     nvcc = shutil.which("nvcc")
     for folder in [Path(nvcc).resolve().parents[1]] if nvcc else [Path("/usr/local/cuda")]:
         found = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"(\d+\.\d+)', read(folder / "version.json"))
@@ -141,18 +141,18 @@ def _toolkit() -> str:
 
 
 def version_key(text: str) -> tuple[int, ...]:
-    """Sorts versions: "12.10" above "12.9"; what follows the numbers is left out, and nothing sorts lowest."""
+    """Sort key of a version: "12.10" above "12.9". Ignores suffixes after the numbers; "" sorts lowest."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text, maxsplit=1)[0]))
 
 
 def _on_battery(root: Path) -> bool:
-    """Whether there is a mains adapter and it is not plugged in."""
+    """True if there is a mains adapter and none is plugged in."""
     online = [read(p / "online") for p in root.glob("sys/class/power_supply/*") if read(p / "type") == "Mains"]
     return bool(online) and "1" not in online
 
 
 def _port_holder(port: int) -> str:
-    """Who listens on a port of this machine; nothing when nobody does."""
+    """The process that listens on a local port; "" if there is none."""
     with socket.socket() as probe:
         probe.settimeout(0.2)
         if probe.connect_ex(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""RAM and swap: what there is, and what this process may still take."""
+"""RAM and swap: totals, limits, and what this process can still use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .procfs import read
 
 
 class MemoryLimits(NamedTuple):
-    """What `MachineFacts` says of memory, in fields of the same names."""
+    """The memory fields of `MachineFacts`."""
 
     ram_total_bytes: int
     ram_available_bytes: int
@@ -21,7 +21,7 @@ class MemoryLimits(NamedTuple):
 
 
 def memory_limits(root: Path = Path("/")) -> MemoryLimits:
-    """The smallest of installed RAM, each cgroup's limit, and the address space a `ulimit -v` leaves."""
+    """Memory limits: the smallest of installed RAM, cgroup limits and the address space of `ulimit -v`."""
     info = sizes(root / "proc/meminfo")
     total = info.get("MemTotal", 0)
     free = info.get("MemAvailable", info.get("MemFree", 0) + info.get("Cached", 0))
@@ -39,11 +39,11 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
 
 
 def rss_anon_bytes() -> int:
-    """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
+    """Anonymous memory of this process, without mapped files; 0 if the system does not report it."""
     return sizes(Path("/proc/self/status")).get("RssAnon", 0)
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """The lines of a file of /proc that give a size, `Name:  123 kB`, in bytes."""
+    """The sizes in a /proc file, from lines such as `Name:  123 kB`, in bytes."""
     lines = (line.split() for line in read(path).splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}

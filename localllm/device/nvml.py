@@ -1,7 +1,7 @@
-"""GPUs as the NVIDIA driver's own library tells them, through ctypes: no torch, no subprocess.
+"""GPU facts from NVML, the NVIDIA driver's own library, through ctypes: no torch, no subprocess.
 
-Every call may fail on some card or driver; then that fact stays unknown. The whole query runs in a thread with a
-deadline, because a driver in trouble can hang.
+Any call may fail on some GPU or driver; that fact then stays unknown. The whole query runs in a thread with a deadline,
+because a broken driver can hang.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .gpu_table import table_row
 from .procfs import read
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-NONE = "the driver is there, but sees no GPU"
+NONE = "the driver is installed, but finds no GPU"
 DEADLINE_S = 5.0
 MEMORY_CLOCK = 2
 CELSIUS_OF_GPU = 0
 MAX_PROCESSES = 64
-# bits of the clocks' limits that mean trouble, and the power limit, which does so only at rest
+# NVML throttle reasons that indicate a problem, plus the power limit, which is normal under load
 THROTTLE = ((0x8, "hardware slowdown"), (0x20, "heat"), (0x40, "heat"), (0x80, "power brake"), (0x4, "power limit"))
 PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 P2P = {
     0: "ok",
     1: "the chipset does not support it",
-    2: "these cards do not support it",
+    2: "these GPUs do not support it",
     3: "the PCIe topology does not support it",
-    4: "switched off in the driver",
+    4: "disabled in the driver",
     5: "not supported",
 }
 
 
 class Answer(NamedTuple):
-    """What the driver says, as fields of `MachineFacts`."""
+    """The driver's answer, as fields of `MachineFacts`."""
 
     gpus: tuple[GpuFacts, ...] = ()
     driver: str = ""
@@ -58,9 +58,9 @@ class _Process(Structure):
 
 
 def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -> Answer:
-    """All GPUs that CUDA_VISIBLE_DEVICES leaves; nothing, without an error, where there is no NVIDIA driver.
+    """All GPUs visible under CUDA_VISIBLE_DEVICES; none, without an error, if there is no NVIDIA driver.
 
-    library   what answers instead of the driver's own, in tests
+    library   replaces NVML in tests
     """
     library = library or load_library()
     if library is None:
@@ -79,16 +79,16 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
         return Answer(gpu_error=f"the driver did not answer within {DEADLINE_S:g} s")
     answer = answers[0]
     shown = visible(answer.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    place = {answer.gpus.index(gpu): number for number, gpu in enumerate(shown)}  # links count the GPUs that are left
+    place = {answer.gpus.index(gpu): number for number, gpu in enumerate(shown)}  # links refer to the visible GPUs
     links = [k for k in answer.gpu_links if k.first in place and k.second in place]
     links = [replace(link, first=place[link.first], second=place[link.second]) for link in links]
     return answer._replace(gpus=shown, gpu_links=tuple(links))
 
 
 def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is neither.
+    """The GPUs selected by CUDA_VISIBLE_DEVICES, in its order: indices or UUID prefixes, up to the first invalid entry.
 
-    CUDA shows a process one instance at most, and no whole card beside it.
+    CUDA shows a process at most one MIG instance, and no whole GPU next to it.
     """
     chosen = list(gpus) if setting is None else []
     for part in (p.strip() for p in (setting or "").split(",")):
@@ -103,7 +103,7 @@ def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, 
 
 
 def load_library() -> Any:
-    """The driver's library; None without one."""
+    """Load NVML; None without an NVIDIA driver."""
     for name in LIBRARIES:
         try:
             return ctypes.CDLL(name)
@@ -130,7 +130,7 @@ def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
             gpus=tuple(one for parts in cut for one in parts),
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
-            gpu_error="" if any(cut) else f"{empty[0]} is in MIG mode and has no instances" if empty else NONE,
+            gpu_error="" if any(cut) else f"{empty[0]} is in MIG mode but has no instances" if empty else NONE,
             gpu_links=() if any(card.mig for card in cards) else _links(nvml, handles),
         )
     finally:
@@ -149,10 +149,10 @@ def _gpu(nvml: Nvml, index: int, handle: c_void_p, ram_available: int, root: Pat
     minor, after_restart = c_int(), byref(c_uint())
     major = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle, then=(byref(minor),)) or 0
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, kind=_Memory)
-    # a card without memory of its own answers "not supported": it lives in the machine's RAM
+    # a GPU that shares RAM with the CPU answers "not supported"
     unified = memory is None or not memory.total
     bits = nvml.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle, kind=c_ulonglong) or 0
-    # the clock, two transfers in each of its cycles, the width of the bus in bits
+    # memory clock x two transfers per cycle x bus width in bits
     speed = number("MaxClockInfo", c_uint(MEMORY_CLOCK)) * 1e6 * 2 * number("MemoryBusWidth") / 8
     row = table_row(name)
     known = row.bandwidth_gbs * 1e9 if row else 0.0
@@ -185,13 +185,13 @@ def _gpu(nvml: Nvml, index: int, handle: c_void_p, ram_available: int, root: Pat
 
 
 def _instances(nvml: Nvml, handle: c_void_p, card: GpuFacts) -> Iterator[GpuFacts]:
-    """The parts that a card is cut into (MIG), those that this process may use."""
+    """The MIG instances of a GPU that this process may use."""
     for number in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         part = c_void_p()
         if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, c_uint(number), byref(part)):
             continue
         if memory := nvml.ask("nvmlDeviceGetMemoryInfo", part, kind=_Memory):
-            # a share of the memory has that share of its channels; of the whole only root may be told
+            # an instance's share of the memory has the same share of its channels
             share = 0.0 if card.unified else min(1.0, memory.total / card.total_bytes)
             yield replace(
                 card,
@@ -207,7 +207,7 @@ def _instances(nvml: Nvml, handle: c_void_p, card: GpuFacts) -> Iterator[GpuFact
 
 
 def _links(nvml: Nvml, handles: dict[int, c_void_p]) -> tuple[GpuLink, ...]:
-    """How each pair of GPUs is connected, by their numbers, and whether one may read the other's memory."""
+    """The link between each pair of GPUs, with their indices, path and peer-to-peer access."""
     found = []
     for first, second in combinations(handles, 2):
         pair = handles[first], handles[second]
@@ -226,13 +226,13 @@ def _processes(nvml: Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, ..
             continue
         for entry in held[: min(count.value, MAX_PROCESSES)]:
             used = 0 if entry.used == 2**64 - 1 else int(entry.used)
-            name = read(root / f"proc/{entry.pid}/comm")  # "" where it is gone, or another container's
+            name = read(root / f"proc/{entry.pid}/comm")  # "" if it has exited or runs in another container
             found[int(entry.pid)] = GpuProcess(int(entry.pid), used, name)
     return tuple(sorted(found.values(), key=lambda p: -p.used_bytes))
 
 
 class Nvml:
-    """Calls by name; a function the library lacks answers like one that is not supported."""
+    """NVML calls by name. A function that the library lacks fails like an unsupported one."""
 
     NOT_FOUND = 13
 
@@ -240,41 +240,41 @@ class Nvml:
         self.library = library
 
     def call(self, name: str, *arguments: Any) -> int:
-        """The driver's code, 0 for success."""
+        """Call a function; returns its code, 0 for success."""
         function = getattr(self.library, name, None)
         return int(function(*arguments)) if function is not None else self.NOT_FOUND
 
     def ask(self, name: str, *arguments: Any, kind: Any = c_uint, then: tuple[Any, ...] = ()) -> Any:
-        """What a function fills a value of `kind` with, its argument before those in `then`; None where it fails."""
+        """Call a function with an output argument of `kind`, followed by `then`; returns its value, None on failure."""
         value = kind()
         return None if self.call(name, *arguments, byref(value), *then) else getattr(value, "value", value)
 
     def text(self, name: str, *handle: c_void_p) -> str:
-        """What a function fills a buffer with."""
+        """Call a function that fills a text buffer."""
         return (self.ask(name, *handle, kind=c_char * 96, then=(c_uint(96),)) or b"").decode(errors="replace")
 
     def card(self, index: int) -> tuple[int, c_void_p]:
-        """(the driver's code, the card of a number)"""
+        """(return code, handle of the GPU with this index)"""
         found = c_void_p()
         return self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(found)), found
 
     def handle(self, index: int) -> c_void_p | None:
-        """The card of a number; None for one that is lost."""
+        """Handle of the GPU with this index; None if it is lost."""
         code, found = self.card(index)
         return None if code else found
 
     def reason(self, code: int) -> str:
-        """The library's own words for a code."""
+        """NVML's description of an error code."""
         function = getattr(self.library, "nvmlErrorString", None)
         if function is None:
-            return f"the driver's library answered with code {code}"
+            return f"NVML returned code {code}"
         function.restype = c_char_p
         words = function(code)
         return f"{words.decode(errors='replace')} (code {code})" if words else f"code {code}"
 
 
 class PowerMeter:
-    """Watts of one card, through one handle kept open."""
+    """Reads the power draw of one GPU through a handle that it keeps open."""
 
     def __init__(self, index: int) -> None:
         found = load_library()
@@ -283,7 +283,7 @@ class PowerMeter:
         self._handle = self._nvml.handle(index) if self._nvml is not None and ready else None
 
     def watts(self) -> float:
-        """Now; 0 where the card does not say."""
+        """Current power draw in watts; 0 if the GPU does not report it."""
         if self._nvml is None or self._handle is None:
             return 0.0
         return (self._nvml.ask("nvmlDeviceGetPowerUsage", self._handle) or 0) / 1000

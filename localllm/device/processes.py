@@ -1,6 +1,6 @@
-"""Which of our processes run on this machine: each writes a small file while it lives, that only its owner can read.
+"""Registry of running localllm processes: each keeps a small file, readable only by its owner, while it runs.
 
-`localllm ps`, `stop` and whoever wants to use a running server instead of loading a model twice look here.
+`localllm ps`, `stop` and commands that reuse a running server instead of loading a model again read it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from localllm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One process of ours."""
+    """One running localllm process."""
 
     pid: int
     kind: str  # serve | chat
-    url: str = ""  # http://… or unix:/path; "" for one that cannot be reached
+    url: str = ""  # http://… or unix:/path; "" if it cannot be reached
     models: tuple[str, ...] = ()
     started: float = 0.0  # seconds since the epoch
-    token: str = ""  # lets its owner in without an API key; a server's owner may manage its models too
-    # when the process began, in clock ticks since the machine's start: a later process with its id has another
+    token: str = ""  # gives its owner access without an API key, including management of a server's models
+    # start time of the process in clock ticks since boot, which tells it from a later process with the same id
     birth: int = 0
-    device: str = ""  # of a chat's own engine
+    device: str = ""  # device of a chat's own engine
     ctx: int = 0
-    bytes: int = 0  # of weights, keys and values
+    bytes: int = 0  # bytes of weights and KV cache
 
     @property
     def name(self) -> str:
-        """The name of its file: serve-8000, chat-4711."""
+        """The name of its file, such as serve-8000 or chat-4711."""
         tail = self.url.rsplit(":", 1)[-1]
         return f"{self.kind}-{tail if tail.isdigit() else self.pid}"
 
@@ -49,7 +49,7 @@ class Record:
         self._write()
 
     def update(self, models: tuple[str, ...], **more: str | int) -> None:
-        """Say which models it has; `more`: other fields that changed."""
+        """Update the list of models; `more` are other fields that changed."""
         told = replace(self.running, models=models, **more)  # type: ignore[arg-type]
         if told != self.running:
             self.running = told
@@ -63,7 +63,7 @@ class Record:
 
 
 def running() -> list[Running]:
-    """All that live, the oldest first. Files that a killed process left are removed."""
+    """All running localllm processes, oldest first. Removes files of processes that were killed."""
     found = []
     try:
         files = sorted(_folder().glob("*.json"))
@@ -89,7 +89,7 @@ def _read(file: Path) -> Running | None:
 
 
 def _folder() -> Path:
-    """The folder of these files, ours alone. Raises ConfigError when it is another user's."""
+    """The folder of these files, accessible only to this user. Raises ConfigError if another user owns it."""
     folder = paths.runtime_dir()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = folder.stat()
@@ -101,7 +101,7 @@ def _folder() -> Path:
 
 
 def _birth(pid: int) -> int | None:
-    """When a process began, in ticks; None when there is none."""
+    """Start time of a process in clock ticks; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

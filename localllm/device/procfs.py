@@ -1,4 +1,4 @@
-"""Small files of /proc and /sys; what cannot be read is empty."""
+"""Reads small files of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read(path: Path) -> str:
-    """A file's text without the space around it; "" where it cannot be read."""
+    """The stripped text of a file; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

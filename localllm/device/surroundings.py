@@ -1,4 +1,4 @@
-"""What the process runs in: WSL, a container, and which torch is installed (read from its files, not imported)."""
+"""The environment of this process: WSL, container, C compiler, and the installed torch (read without importing it)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wsl_version(root: Path = Path("/")) -> int:
 
 
 def container(root: Path = Path("/")) -> str:
-    """The kind of container around this process, or nothing."""
+    """The kind of container around this process; "" if there is none."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     if (root / ".dockerenv").exists():
@@ -40,7 +40,7 @@ def container(root: Path = Path("/")) -> str:
 
 
 def compiler() -> str:
-    """The C compiler that would be used: $CC, the system's, or the one in the ziglang wheel; nothing without one."""
+    """The C compiler command: $CC, else the system's, else the one of the ziglang package; "" if there is none."""
     named = shlex.split(os.environ.get("CC", ""))
     if named:
         return " ".join(named) if shutil.which(named[0]) else ""
@@ -51,7 +51,7 @@ def compiler() -> str:
 
 
 def torch_build() -> tuple[str, str]:
-    """(version, CUDA it was built with) of the installed torch, read from its version.py; ("", "") without one."""
+    """(version, CUDA version) of the installed torch, read from its version.py; ("", "") without one."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return "", ""

@@ -1,7 +1,7 @@
-"""Checks of this machine as data: the quick ones take under two seconds and load no torch; the command prints them.
+"""Checks of this machine, returned as data for the `doctor` command. Quick checks take under 2 s and load no torch.
 
-A check is a function from a `Survey` to one `interface.Check`. Every warning and failure carries in `fix` a command or
-the step to take. One module per group; ids are stable, because people put them into scripts.
+A check is a function from a `Survey` to one `interface.Check`. Every warning and failure has a `fix`: a command or a
+step to take. There is one module per group. Check ids are stable, because people use them in scripts.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ["CHECKS", "GROUP_OF", "Survey", "document", "run_checks", "running", 
 log = logging.getLogger(__name__)
 
 _TABLES = (gpu.CHECKS, hardware.CHECKS, software.CHECKS, settings.CHECKS, storage.CHECKS, terminal.CHECKS)
-# All quick checks by id, in the order they are shown.
+# all quick checks by id, in display order
 CHECKS: dict[str, CheckFunction] = {check_id: run for table in _TABLES for check_id, run in table.items()}
 # id -> hardware, software, storage, terminal
 GROUP_OF: dict[str, str] = {check_id: table.group for table in _TABLES for check_id in table}
 
 
 def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list[Check]:
-    """Run the quick checks, or those named by id, or by the part before the dot where that is not an id (`gpu`).
+    """Run all quick checks, or those named by id (`gpu.mem`) or by the prefix of a group (`gpu`).
 
-    Raises ConfigError for a name that is not a check. A check that breaks fails, and its traceback is logged.
+    Raises ConfigError for an unknown name. A check that raises counts as failed, and its traceback is logged.
     """
     return list(running(wanted(only), survey or Survey()))
 
 
 def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
-    """Run checks one after the other, so that the first can be shown before the last is done."""
+    """Run checks one by one, yielding each result as soon as it is known."""
     for check_id in ids:
         start = time.perf_counter()
         try:
@@ -54,12 +54,12 @@ def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
         except LocalLLMError as error:
             found = fail(error.message, fix=error.hint)
         except Exception as error:
-            log.exception("check %s broke", check_id)
-            found = fail(f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
+            log.exception("check %s crashed", check_id)
+            found = fail(f"this check crashed: {type(error).__name__}", fix="localllm doctor -vv")
         yield replace(found, id=check_id, group=GROUP_OF[check_id], ms=(time.perf_counter() - start) * 1000)
 
 
-# what --deep adds, where there is something to measure
+# measurements that --deep adds, where the hardware has them
 MEASURED = (
     "bw.ram",
     "disk.read",
@@ -74,30 +74,30 @@ MEASURED = (
 
 
 def wanted(only: Collection[str] = ()) -> list[str]:
-    """The ids that names of checks and of groups of them stand for; all without a name. ConfigError for no check."""
+    """Expand names of checks and groups to check ids; all ids without names. Raises ConfigError for an unknown name."""
     for name in only:
         if name in MEASURED:
-            raise ConfigError(f"{name} is measured", f"localllm doctor --deep --only {name}")
+            raise ConfigError(f"{name} is a measurement, which needs --deep", f"localllm doctor --deep --only {name}")
         if name not in CHECKS and not any(check_id.startswith(f"{name}.") for check_id in CHECKS):
             near = get_close_matches(name, CHECKS, 1)
             raise ConfigError(
-                f"there is no check {name!r}" + (f"; did you mean {near[0]}?" if near else ""), "localllm doctor --list"
+                f"unknown check {name!r}" + (f"; did you mean {near[0]}?" if near else ""), "localllm doctor --list"
             )
     groups = tuple(f"{name}." for name in only if name not in CHECKS)
     return [i for i in CHECKS if not only or i in only or i.startswith(groups)]
 
 
 def summary(checks: Iterable[Check]) -> dict[str, int]:
-    """How many of each status."""
+    """Number of checks by status."""
     found = [check.status for check in checks]
     return {status: found.count(status) for status in get_args(Status)}
 
 
 def verdict(checks: Iterable[Check]) -> str:
-    """One sentence about all of them."""
+    """The summary line of all checks."""
     counts = summary(checks)
-    troubles = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
-    return f"{counted(sum(counts.values()), 'check')}: {counts['ok']} ok, {troubles}, {counts['skip']} skipped"
+    problems = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+    return f"{counted(sum(counts.values()), 'check')}: {counts['ok']} ok, {problems}, {counts['skip']} skipped"
 
 
 def document(

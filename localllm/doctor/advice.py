@@ -1,4 +1,4 @@
-"""What to do on this machine when nothing is wrong: the model to start with, number formats, power, a second card."""
+"""Advice for a machine without problems: which model to start with, weight formats, power limit, a second GPU."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from localllm.terminal import gib, rate, tokens_short
 
 from .finding import Survey
 
-# (lowest compute capability, which kind of weights suits it); 0 is the CPU
+# (minimum compute capability, the weight formats that suit it); 0 is the CPU
 WEIGHTS = (
-    (121, "mixtures of experts in NVFP4 or MXFP4 first: memory that CPU and GPU share is large and slow; else W4A16"),
-    (100, "FP8 where it fits at a good pace, else NVFP4 or W4A16"),
-    (89, "FP8 where it fits at a good pace, else W4A16"),
-    (80, "W4A16 (AWQ, GPTQ), else GGUF: this card has no FP8 arithmetic"),
-    (1, "W4A16 or GGUF with float16: this card has no BF16"),
-    (0, "GGUF in 4 bits (Q4_K_M): on a CPU the bytes read per token decide the pace"),
+    (121, "MoE models in NVFP4 or MXFP4, because memory shared by CPU and GPU is large but slow; else W4A16"),
+    (100, "FP8 if it fits and is fast enough, else NVFP4 or W4A16"),
+    (89, "FP8 if it fits and is fast enough, else W4A16"),
+    (80, "W4A16 (AWQ, GPTQ), else GGUF: this GPU has no FP8 arithmetic"),
+    (1, "W4A16 or GGUF with float16: this GPU has no BF16"),
+    (0, "GGUF in 4 bits (Q4_K_M): on a CPU, the bytes read per token limit the speed"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of it."""
+    """One piece of advice."""
 
     id: str
     text: str
-    cmd: str = ""  # a command, nothing where the text is enough
+    cmd: str = ""  # a command, or "" if the text is enough
 
 
 def advice(survey: Survey, config: UserConfig) -> list[Advice]:
-    """In the order of use."""
+    """All advice for this machine, in the order to follow it."""
     found = (_unused(survey), _model(survey, config), _format(survey), _power(survey), _second(survey))
     return [one for one in found if one]
 
 
 def _unused(survey: Survey) -> Advice | None:
-    """A card that is there and not used: what is said below is then about the CPU."""
+    """A note that the GPU cannot be used, so that the other advice is for the CPU."""
     device, _, why = chosen_device(survey.machine, "auto")
     if device != "cpu" or not survey.machine.gpus:
         return None
-    reason = why[0].removeprefix("CPU: ") if why else "not known why"
-    return Advice("first", f"the GPU is not used, so what follows is about the CPU: {reason}")
+    reason = why[0].removeprefix("CPU: ") if why else "reason unknown"
+    return Advice("first", f"the GPU is not used, so this advice is for the CPU: {reason}")
 
 
 def _model(survey: Survey, config: UserConfig) -> Advice | None:
-    """What to start with, as `plan` and the home screen say it, without asking the hub."""
+    """The recommended model, the same as in `plan` and on the home screen, without contacting the hub."""
     planner = Planner.here(config.engine, survey.machine)
     choice = fit.advised(planner, hub.download_limit(config))
     if choice is None:
-        return Advice("model", "smollm2, which runs everywhere", "localllm chat smollm2")
+        return Advice("model", "smollm2, which runs on any machine", "localllm chat smollm2")
     best, made, _, _ = choice.best
     text = (
         f"{best.name} {best.format}: {gib(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
-        f" with keys and values in {made.kv}, {pace(made)}"
+        f" with a {made.kv} KV cache, {pace(made)}"
     )
     if choice.fast and choice.fast.model.name != best.name:
         text += f"; faster: {choice.fast.model.name}, {pace(choice.fast.plan)}"
@@ -73,20 +73,18 @@ def pace(made: Plan) -> str:
 
 
 def _format(survey: Survey) -> Advice | None:
-    """Which kind of weights suits the card."""
+    """The weight formats that suit the device."""
     _, gpu, _ = chosen_device(survey.machine, "auto")
     return Advice("weights", next(text for least, text in WEIGHTS if (gpu.capability if gpu else 0) >= least))
 
 
 def _power(survey: Survey) -> Advice | None:
-    """A lower limit that hardly costs speed, for cards on which somebody measured it."""
+    """A power limit that hardly costs speed, for GPUs on which it was measured."""
     for number, gpu in enumerate(survey.machine.gpus):
         row = table_row(gpu.name)
         laptop = "laptop" in gpu.name.lower()
         if row and row.knee_w and gpu.power_limit_w > row.knee_w and not laptop:
-            text = (
-                f"{row.knee_w} W instead of {gpu.power_limit_w:.0f} W: chats lose less than 5 %, reading prompts more"
-            )
+            text = f"{row.knee_w} W instead of {gpu.power_limit_w:.0f} W: decoding loses less than 5 %, prefill more"
             return Advice("power", text, f"sudo nvidia-smi -i {number} -pl {row.knee_w}")
     return None
 
@@ -95,5 +93,5 @@ def _second(survey: Survey) -> Advice | None:
     if len(survey.machine.gpus) < 2:
         return None
     count = len(survey.machine.gpus)
-    text = "one card can hold a second model, or all of them share one: plan shows both ways to divide it"
+    text = "run a second model on another GPU, or split one model over all of them; plan compares both ways to split"
     return Advice("cards", text, f"localllm plan MODEL --tensor-parallel {count}")

@@ -1,20 +1,20 @@
-"""Conditions of rules and flags on a machine, as they stand in TOML: `capability = [120, 121]`, `gpus = 2`, ...
+"""Machine conditions of rules and flags, written in TOML as `capability = [120, 121]`, `gpus = 2`, ...
 
-A table holds when all of its keys do. An empty table holds everywhere.
+A table holds if all of its keys hold; an empty table always holds.
 
-    capability       pairs of compute capabilities, from and to: [86, 89, 120, 121]; any card within a pair
-    capability_missing  whether there is no card at all
-    card             a regular expression on the card's name
-    memory_gib       pair: video memory of the largest card, from and up to
-    gpus             at least so many cards
-    unified          whether CPU and GPU share their memory
-    wsl, display     whether inside WSL; whether a display is attached to a card
-    iommu            whether one is on
+    capability       pairs [from, to, from, to, ...] of compute capabilities, inclusive: any GPU is within a pair
+    capability_missing  true: there is no GPU
+    card             a regular expression on a GPU's name
+    memory_gib       [from, below]: GPU memory of the largest GPU
+    gpus             minimum number of GPUs
+    unified          CPU and GPU share memory
+    wsl, display     running inside WSL; a display is attached to a GPU
+    iommu            an IOMMU is on
     package          any of these is installed: "vllm", "vllm<0.9"
     without          none of these is installed
     program          any of these is on PATH
-    torch_cuda, driver_cuda, toolkit, ptxas     versions: "<12.9"; one that is not known does not match
-    variable         a variable is set: "NAME", or "NAME=regular expression"; NAME may be an expression too
+    torch_cuda, driver_cuda, toolkit, ptxas     versions: "<12.9"; an unknown version does not match
+    variable         a variable is set: "NAME" or "NAME=regular expression"; NAME may be a regular expression as well
     variable_missing a variable is not set
 """
 
@@ -33,22 +33,22 @@ from .finding import Survey
 
 
 def unmet(table: Mapping[str, Any], survey: Survey) -> list[str]:
-    """The keys of a table that do not hold here. Raises KeyError for an unknown key."""
+    """The keys of a table that do not hold on this machine. Raises KeyError for an unknown key."""
     return [key for key, value in table.items() if not _TESTS[key](value, survey)]
 
 
 def holds(table: Mapping[str, Any], survey: Survey) -> bool:
-    """Whether all of a table's keys hold here."""
+    """True if all of a table's keys hold on this machine."""
     return not unmet(table, survey)
 
 
 def within(pairs: list[int], capability: int) -> bool:
-    """Whether a compute capability lies in one of the pairs [from, to, from, to, ...]."""
+    """True if a compute capability lies in one of the pairs [from, to, from, to, ...]."""
     return any(low <= capability <= high for low, high in zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def matches(version: str, wanted: str) -> bool:
-    """Whether a version is in a specifier; "" is in none."""
+    """True if a version satisfies a specifier; "" satisfies none."""
     return bool(version_key(version)) and SpecifierSet(wanted).contains(version.split("+")[0], prereleases=True)
 
 
@@ -93,4 +93,4 @@ _TESTS: dict[str, Callable[[Any, Survey], bool]] = {
     "variable": _variable,
     "variable_missing": lambda name, s: name not in s.host.variables,
 }
-KEYS = frozenset(_TESTS)  # all keys there are
+KEYS = frozenset(_TESTS)  # all known keys

@@ -1,7 +1,7 @@
-"""How another engine is started well on this machine: its command, flags and variables, with reasons.
+"""Launch commands for other engines on this machine: command, flags and variables, each with a reason.
 
-A recipe for just this model and card (recipes.toml) is taken as it was run; else engines.toml says what suits. What
-does not fit, or cannot be read by the engine, is refused. Nothing is run.
+A recipe for exactly this model and GPU (recipes.toml) is used unchanged; otherwise the flags come from engines.toml.
+Models that do not fit, or that the engine cannot read, are rejected. Nothing is run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from .model_kind import ModelKind, asked_for, from_catalogue
 from .room import Room, best_of, reads, room_of
 from .rules import Rule, rules
 
-PARSERS = "reasoning and tool calls of this model; without it reasoning lands in the answer and tools fail"
+PARSERS = (
+    "parses this model's reasoning and tool calls; without it, reasoning ends up in the answer and tool calls fail"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A command that was run: a model on a card with a version of an engine."""
+    """A command that its authors ran, for a model on a GPU with a version of an engine."""
 
     engine: str
     model: str  # a regular expression on the whole name
-    card: str  # a regular expression
+    card: str  # a regular expression on the GPU's name
     version: str
     date: str
     source: str
@@ -46,7 +48,7 @@ class Recipe:
     gpus: int = 1
 
     def made_for(self, engine: str, model: str, survey: Survey) -> bool:
-        """Whether it is for this model on these cards."""
+        """True if the recipe is for this model on this machine's GPUs."""
         cards = survey.machine.gpus
         there = len(cards) == self.gpus and all(re.search(self.card, gpu.name, re.IGNORECASE) for gpu in cards)
         return there and engine == self.engine and bool(re.fullmatch(self.model, model, re.IGNORECASE))
@@ -54,7 +56,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One flag or variable, and why."""
+    """A flag or variable of a command, and its reason."""
 
     text: str  # as typed: a flag with its value, or NAME=value pairs
     why: str
@@ -65,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A name of another engine: an entry of flags.toml, which explains the fields."""
+    """A flag or variable of another engine: an entry of flags.toml, which explains the fields."""
 
     engine: str
     name: str
@@ -84,57 +86,57 @@ NAMES = re.compile(r"(?<![\w.-])(--?[a-zA-Z][\w-]*)|\b([A-Z][A-Z0-9]*_[A-Z0-9_]+
 
 @functools.cache
 def flag_table() -> dict[tuple[str, str], Flag]:
-    """Flags and variables by engine and name."""
+    """Known flags and variables by engine and name."""
     rows = (Flag(**row) for row in toml_beside(__file__, "flags.toml")["flag"])
     return {(row.engine, row.name): row for row in rows}
 
 
 def names_in(text: str) -> list[str]:
-    """The flags and variables in a command, without what stands in JSON."""
+    """The flags and variables in a command, ignoring JSON values."""
     return [flag or variable for flag, variable in NAMES.findall(re.sub(r"'\{.*?\}'", "", text))]
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Advice that is out of date or that nothing backs."""
+    """Common advice that is outdated or unfounded."""
 
     claim: str
     truth: str
     source: str
     engines: Sequence[str]
-    when: Mapping[str, Any] = field(default_factory=dict)  # a machine
+    when: Mapping[str, Any] = field(default_factory=dict)  # conditions on the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start an engine."""
+    """A launch command for an engine, with its reasons."""
 
     engine: str
     title: str
     version: str
     model: ModelKind
-    device: str  # what it is for, in words
+    device: str  # the target machine, in words
     command: str
     env: tuple[Piece, ...]
     flags: tuple[Piece, ...]
-    file: str  # contents of cfg.yml where a flag names it
+    file: str  # contents of cfg.yml, if a flag refers to it
     build: tuple[Piece, ...]
     unconfirmed: tuple[Piece, ...]
     heard: tuple[Heard, ...]
-    rules: tuple[Rule, ...]  # what may go wrong here
+    rules: tuple[Rule, ...]  # known problems that can happen on this machine
     recipe: Recipe | None = None
-    room: Room | None = None  # None where the model's size is not known
+    room: Room | None = None  # None if the model's size is not known
     notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
-        """The shell lines: variables, then the command with a flag a line."""
+        """The shell lines: variables, then the command with one flag per line."""
         command = " \\\n  ".join([self.command, *(piece.text for piece in self.flags)])
         return [*(f"export {piece.text}" for piece in self.env), *command.split("\n")]
 
     @property
     def first_aid(self) -> list[tuple[Rule, str]]:
-        """Of each rule the first thing to try for this engine; none where the command has it all."""
+        """The first fix to try for each rule; rules whose fixes are all in the command are left out."""
         found = []
         for rule in self.rules:
             own = (fix.do for fix in rule.fixes if fix.engine in ("", self.engine) and not fix.unconfirmed)
@@ -143,7 +145,7 @@ class Launch:
         return found
 
     def _has(self, do: str) -> bool:
-        """Whether flags or a variable are in the command, with that value or, where it is a number, a lower one."""
+        """True if the command already has these flags or variables, with the same value or a lower number."""
         text = f"{' '.join(self.lines)} "
         for part in re.split(r" (?=--)", do):
             flag, _, value = part.rpartition(" ")
@@ -154,15 +156,15 @@ class Launch:
 
 
 def engine_names() -> list[str]:
-    """The engines there is advice for."""
+    """The names of all supported engines."""
     return [engine["name"] for engine in _data()["engine"]]
 
 
 def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch:
-    """The best known way to start `engine` here. Without a model, one that suits the card; a name as users give them.
+    """The best known command to start `engine` on this machine, for a model or its name; None picks a suitable model.
 
-    Raises ConfigError for an engine that is not known, DeviceError where it cannot run, ModelNotFound for a name that
-    stands for nothing this engine reads, UnsupportedFormat for a checkpoint it cannot read, DoesNotFit.
+    Raises ConfigError for an unknown engine, DeviceError if it cannot run here, ModelNotFound for a name without files
+    for this engine, UnsupportedFormat for a checkpoint it cannot read, and DoesNotFit.
     """
     found = _engine(engine, survey)
     name = found["name"]
@@ -187,7 +189,7 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
         (p for p in _data()["parser"] if re.search(p["name"], asked.name, re.IGNORECASE)), {}
     )
     if recipe:
-        why = f"as in the recipe of {recipe.date} for {found['title']} {recipe.version}"
+        why = f"from the recipe of {recipe.date} for {found['title']} {recipe.version}"
         own = (Piece(recipe.env, why, "A", recipe.source),) if recipe.env else ()
         env = (*own, *(piece for piece in env if piece.text.split("=")[0] not in recipe.env))
         flags = tuple(Piece(text, why, "A", recipe.source) for text in recipe.flags)
@@ -214,29 +216,29 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
 
 
 def _engine(engine: str, survey: Survey) -> dict[str, Any]:
-    """An entry of engines.toml that can run here."""
+    """The entry of engines.toml for an engine that can run here."""
     engines = {name: one for one in _data()["engine"] for name in (one["name"], *one.get("aliases", ()))}
     found = engines.get(engine.casefold())
     if found is None:
         near = get_close_matches(engine.casefold(), engines, 1)
         meant = engines[near[0]]["name"] if near else "vllm"
-        known = f"did you mean {meant}?" if near else f"there is some for {', '.join(engine_names())}"
-        raise ConfigError(f"there is no advice for {engine!r}; {known}", f"localllm doctor --for {meant}")
+        known = f"did you mean {meant}?" if near else f"supported: {', '.join(engine_names())}"
+        raise ConfigError(f"unknown engine {engine!r}; {known}", f"localllm doctor --for {meant}")
     best = max(survey.machine.gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if found["least"] and (best is None or best.capability < found["least"]):
-        has = f"{best.name} has {best.capability / 10:.1f}" if best else "there is no NVIDIA GPU here"
+        has = f"{best.name} has {best.capability / 10:.1f}" if best else "this machine has no NVIDIA GPU"
         need = f"compute capability {found['least'] / 10:.1f} or newer"
-        raise DeviceError(f"{found['title']} needs {need}: {has}", "localllm doctor --for llama.cpp")
+        raise DeviceError(f"{found['title']} needs {need}, but {has}", "localllm doctor --for llama.cpp")
     return dict(found)
 
 
 def _model(engine: Mapping[str, Any], model: ModelKind | str | None, survey: Survey) -> ModelKind:
-    """The model that is meant, and that the engine reads."""
+    """The model that the user means, checked to be one that the engine can read."""
     gguf = engine["name"] == "llama.cpp"
     capability = max((gpu.capability for gpu in survey.machine.gpus), default=0)
 
     def suited(pool: Sequence[catalog.Candidate]) -> ModelKind | None:
-        graphs = [one for one in recipes() if "--enforce-eager" not in one.flags]  # eager mode starts, but is slow
+        graphs = [one for one in recipes() if "--enforce-eager" not in one.flags]  # eager mode is slow
         tried = [c.spec for c in pool if any(one.made_for(engine["name"], c.spec, survey) for one in graphs)]
         kinds = [kind for c in pool if reads(engine, kind := from_catalogue(c), capability)]
         smallest = min(kinds, key=lambda kind: kind.size_bytes, default=None)
@@ -250,14 +252,14 @@ def _model(engine: Mapping[str, Any], model: ModelKind | str | None, survey: Sur
         kind = f"{asked.method} checkpoints in {asked.format.upper()}" if asked.method != "gguf" else "GGUF files"
         other = "llama.cpp" if asked.method == "gguf" else "vllm"
         raise UnsupportedFormat(
-            f"{engine['title']} does not read {kind} on this card: {asked.name}",
+            f"{engine['title']} cannot read {kind} on this GPU: {asked.name}",
             f"localllm doctor --for {other if other != engine['name'] else 'llama.cpp'} {asked.name}",
         )
     return asked
 
 
 def _recipe_room(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room | None:
-    """For a command that was run the sum is told, where it comes out, and not obeyed."""
+    """The estimate for a recipe; None if it says that the model does not fit, because its authors did run it."""
     try:
         return room_of(engine, model, survey)
     except DoesNotFit:
@@ -265,11 +267,11 @@ def _recipe_room(engine: Mapping[str, Any], model: ModelKind, survey: Survey) ->
 
 
 def _values(model: ModelKind, room: Room | None, survey: Survey) -> dict[str, str]:
-    """What stands for the braces in flags and reasons."""
+    """Values for the placeholders in flags and reasons."""
     context = min(model.context or 32_768, 32_768) if room is None else room.ctx
-    why = "a start, because the model's size is not known" if room is None else room.why
+    why = "a starting point, because the model's size is not known" if room is None else room.why
     if room and context == model.context:
-        why = f"the model's own limit; {room.why}"
+        why = f"the model's maximum; {room.why}"
     return {
         "{tp}": str(len(survey.machine.gpus)), "{cores}": str(survey.machine.cpu.cores_usable), "{ctx}": str(context),
         "{ctxwhy}": why, "{share}": f"{room.share if room else 0.7:g}",
@@ -284,27 +286,27 @@ def _notes(
     survey: Survey,
     texts: Sequence[str],
 ) -> list[str]:
-    """What to know beside the flags."""
+    """Notes to show with the command."""
     notes = [recipe.note] if recipe and recipe.note else []
     installed = survey.host.packages.get(engine["name"], "")
     if recipe and installed and not matches(installed, recipe.version):
-        notes.append(f"{engine['title']} {installed} is installed here; the recipe wants {recipe.version}")
+        notes.append(f"{engine['title']} {installed} is installed, but the recipe needs {recipe.version}")
     for name in (name for text in texts for name in names_in(text)):
         row = flag_table().get((engine["name"], name))
         if row and row.since and installed and not matches(installed, f">={row.since}"):
-            older = f", where it is {row.before}" if row.before else ""
-            notes.append(f"{name} is there from {engine['title']} {row.since} on; {installed} is installed here{older}")
+            older = f", which calls it {row.before}" if row.before else ""
+            notes.append(f"{name} needs {engine['title']} {row.since}, but {installed} is installed{older}")
     checked = engine.get("checked", "")
     if checked and installed and matches(installed, f">{checked}"):
-        notes.append(f"the flags were read in {engine['title']} {checked}; {installed}, installed here, may differ")
-    if room and room.in_ram:
-        notes.append(f"{gib(room.in_ram, 1)} of the weights stay in RAM: expect the pace of the CPU for that part")
-    if engine["name"] == "vllm" and "gpt-oss" in model.name and any(g.capability == 121 for g in survey.machine.gpus):
         notes.append(
-            "on GB10 vLLM's kernels for MXFP4 hung or took 118 GB (R33); llama.cpp runs these experts natively"
+            f"the flags were checked against {engine['title']} {checked}; the installed {installed} may differ"
         )
+    if room and room.in_ram:
+        notes.append(f"{gib(room.in_ram, 1)} of the weights stay in RAM and run at the speed of the CPU")
+    if engine["name"] == "vllm" and "gpt-oss" in model.name and any(g.capability == 121 for g in survey.machine.gpus):
+        notes.append("on GB10, vLLM's MXFP4 kernels hung or took 118 GB (R33); llama.cpp runs MXFP4 natively")
     if room is None and not recipe:
-        notes.append("the model's size is not known, so nobody checked whether it fits")
+        notes.append("the model's size is not known, so it may not fit")
     return notes
 
 
@@ -315,7 +317,7 @@ def recipes() -> tuple[Recipe, ...]:
 
 
 def _chosen(engine: str, model: ModelKind, survey: Survey) -> list[Mapping[str, Any]]:
-    """The entries that hold; of each slot the first."""
+    """The flag entries whose conditions hold, only the first one per slot."""
     chosen: list[Mapping[str, Any]] = []
     for entry in _data()["flag"]:
         taken = "slot" in entry and any(entry["slot"] == one.get("slot") for one in chosen)
@@ -327,7 +329,7 @@ def _chosen(engine: str, model: ModelKind, survey: Survey) -> list[Mapping[str, 
 
 
 def suits(table: Mapping[str, Any], model: ModelKind) -> bool:
-    """Whether a model is of the kind a table describes. Raises KeyError for an unknown key."""
+    """True if a model meets a table's conditions. Raises KeyError for an unknown key."""
     has = asdict(model)
     return all(
         re.search(wanted, model.name, re.IGNORECASE) if key == "name" else has[key] in wanted

@@ -1,4 +1,4 @@
-"""How a check sees the machine, and how it says what it found."""
+"""Building blocks of checks: the survey of the machine, the registry of checks, and constructors of findings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HARDWARE, SOFTWARE, STORAGE, TERMINAL, MODEL = "hardware", "software", "storage"
 
 
 class Survey:
-    """What checks look at: the machine at once, its surroundings read in a thread meanwhile.
+    """The facts that checks use: the machine, read at once, and its host, read meanwhile in a thread.
 
-    machine, host   given ones are taken as they are (tests, other commands)
+    machine, host   replace the real ones if given (tests, other commands)
     settings        --config; None for the user's own file
-    offline         --offline: nothing is asked of the network
+    offline         --offline: no network access
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class Survey:
 
     @property
     def host(self) -> HostFacts:
-        """The surroundings; waits for them the first time."""
+        """The host facts; waits until they are read."""
         return self._host.result()
 
     def _read(self) -> None:
         try:
             capability = max((gpu.capability for gpu in self.machine.gpus), default=0)
             self._host.set_result(read_host(capability, self.settings, self._offline))
-        except BaseException as error:  # it is raised where the facts are needed
+        except BaseException as error:  # re-raised by `host`
             self._host.set_exception(error)
 
 
 def read_host(capability: int, settings: Path | None = None, offline: bool = False) -> HostFacts:
-    """The surroundings of this process, its hub and its port."""
+    """Read the host facts of this process, including the hub's reachability and the server port."""
     from localllm import hub
     from localllm.config import load_config
     from localllm.device.host import host
@@ -67,17 +67,17 @@ def read_host(capability: int, settings: Path | None = None, offline: bool = Fal
     try:
         config = load_config(path=settings)
         offline, port = offline or config.offline or hub.is_offline(), config.server.port or 8000
-    except ConfigError:  # `config.valid` says so
+    except ConfigError:  # reported by `config.valid`
         offline, port = offline or hub.is_offline(), 8000
     try:
         address = "" if offline else proxy() or hub.endpoint()
-    except ConfigError:  # `hf.endpoint` says so
+    except ConfigError:  # reported by `hf.endpoint`
         address = ""
     return host(hub_dir(), address, port, capability=capability)
 
 
 def proxy() -> str:
-    """The proxy that requests to the hub go through, without the name and password in it."""
+    """The proxy for requests to the hub, without its user name and password."""
     from localllm import hub
     from localllm.hub.client import proxy_of
 
@@ -88,7 +88,7 @@ CheckFunction = Callable[[Survey], Check]
 
 
 class Checks(dict[str, CheckFunction]):
-    """The checks of one group by id, in the order they are shown."""
+    """The checks of one group by id, in display order."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Checks(dict[str, CheckFunction]):
     def add(
         self, check_id: str, needless: Callable[[Survey], str] = lambda survey: ""
     ) -> Callable[[CheckFunction], CheckFunction]:
-        """Take up the function below, which is not called where `needless` says why."""
+        """Decorator that registers a check. If `needless` returns a reason, the check is skipped with it."""
 
         def take(check: CheckFunction) -> CheckFunction:
             self[check_id] = lambda survey: skip(why) if (why := needless(survey)) else check(survey)
@@ -107,9 +107,9 @@ class Checks(dict[str, CheckFunction]):
 
 
 def found(status: Status, title: str, detail: str = "", fix: str = "", **data: Any) -> Check:
-    """A finding, without the id and the group: whoever runs the check knows them.
+    """A finding without id and group, which `running` fills in.
 
-    fix   a command that can be pasted, or the step to take
+    fix   a command to paste, or a step to take
     """
     return Check("", "", status, title, detail, fix, data)
 
@@ -118,12 +118,12 @@ ok, warn, fail, skip = (partial(found, status) for status in get_args(Status))
 
 
 def sm(capability: int) -> str:
-    """A compute capability as compilers call it."""
+    """A compute capability as compilers spell it: sm_90."""
     return f"sm_{capability}"
 
 
 def install(apt: str, dnf: str = "", pacman: str = "") -> str:
-    """The command that installs a system package here: names per package manager, the first one found counts."""
+    """The command that installs a system package with the first package manager found; names differ between them."""
     root = "" if os.geteuid() == 0 else "sudo "
     if shutil.which("apt-get"):
         return f"{root}apt-get install -y {apt}"

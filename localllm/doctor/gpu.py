@@ -1,4 +1,4 @@
-"""GPUs and the driver."""
+"""Checks of GPUs and their driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from localllm.device import GpuFacts
 from localllm.device.gpu_table import generation, table_row
 from localllm.interface import Check
-from localllm.terminal import gib
+from localllm.terminal import counted, gib
 
 from .finding import HARDWARE, Checks, Status, Survey, fail, found, ok, skip, sm, warn
 
@@ -24,11 +24,11 @@ def _no_gpu(survey: Survey) -> str:
 
 @CHECKS.add("gpu.present")
 def gpu_present(survey: Survey) -> Check:
-    """Whether a GPU can be seen."""
+    """GPUs visible to this process."""
     machine = survey.machine
     if machine.gpu_error:
-        title = f"an NVIDIA driver is installed but does not work: {machine.gpu_error}"
-        detail = "after a suspend, this often helps; after a driver update, restart the machine"
+        title = f"the NVIDIA driver is installed but does not work: {machine.gpu_error}"
+        detail = "the fix often helps after a suspend; after a driver update, restart the machine"
         fix = "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
         return fail(title, detail, fix, error=machine.gpu_error)
     if not machine.gpus and machine.driver:
@@ -39,7 +39,7 @@ def gpu_present(survey: Survey) -> Check:
     title = "; ".join(_describe(gpu) for gpu in machine.gpus)
     detail = ""
     if len(machine.gpus) > 1:
-        detail = "one model uses one of them, the one with most free memory; --device cuda:N takes another"
+        detail = "a model runs on the GPU with the most free memory; --device cuda:N selects another"
     return ok(title, detail, gpus=[gpu.name for gpu in machine.gpus])
 
 
@@ -51,16 +51,17 @@ def _describe(gpu: GpuFacts) -> str:
 
 @CHECKS.add("gpu.visible")
 def cuda_visible_devices(survey: Survey) -> Check:
-    """Whether a variable hides cards."""
+    """CUDA_VISIBLE_DEVICES: does it hide GPUs?"""
     setting = survey.host.variables.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return skip("CUDA_VISIBLE_DEVICES is not set")
-    return ok(f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}", setting=setting)
+    count = counted(len(survey.machine.gpus), "GPU")
+    return ok(f"CUDA_VISIBLE_DEVICES={setting} leaves {count} visible", setting=setting)
 
 
 @CHECKS.add("gpu.driver")
 def gpu_driver(survey: Survey) -> Check:
-    """Whether the driver knows the card and the CUDA that torch was built with."""
+    """Driver version: does it support the GPUs and the CUDA version of torch?"""
     machine = survey.machine
     if not machine.driver:
         return skip(NO_GPU)
@@ -70,16 +71,16 @@ def gpu_driver(survey: Survey) -> Check:
     data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
     if branch and branch < least:
         newer = f"install driver {least} or newer, then restart"
-        return fail(f"{title}: this card needs {least} or newer", fix=newer, **data)
+        return fail(f"{title}: this GPU needs {least} or newer", fix=newer, **data)
     if machine.torch_cuda and _newer(machine.torch_cuda, machine.driver_cuda):
-        title += f": torch was built for CUDA {machine.torch_cuda}, which this driver does not know"
-        detail = "driver 580 brings CUDA 13, 570 brings 12.8"
+        title += f": torch was built for CUDA {machine.torch_cuda}, which this driver does not support"
+        detail = "driver 580 supports CUDA 13, driver 570 supports CUDA 12.8"
         return fail(title, detail, torch_for(survey), **data)
     return ok(title, **data)
 
 
 def torch_for(survey: Survey) -> str:
-    """The command that installs a torch whose CUDA this driver knows."""
+    """The command that installs a torch build for the CUDA version of this driver."""
     cuda = survey.machine.driver_cuda
     newest = [int(part) if part.isdigit() else 0 for part in (*cuda.split("."), "0", "0")[:2]]
     build = "cu130" if newest >= [13, 0] else "cu128" if newest >= [12, 8] else "cu126"
@@ -87,18 +88,18 @@ def torch_for(survey: Survey) -> str:
 
 
 def _newer(wanted: str, has: str) -> bool:
-    """CUDA runs on drivers of the same major version (minor-version compatibility) and on newer ones."""
+    """True if `wanted` needs a newer driver than `has`: drivers of the same major version are compatible."""
     first = [text.split(".")[0] for text in (wanted, has)]
     return all(part.isdigit() for part in first) and int(first[0]) > int(first[1])
 
 
 @CHECKS.add("gpu.arch", _no_gpu)
 def gpu_arch(survey: Survey) -> Check:
-    """Whether the cards can run our kernels, and which number formats they compute in."""
+    """Compute capability of the GPUs and the number formats they support."""
     gpus = survey.machine.gpus
     old = [gpu for gpu in gpus if gpu.capability < 75]
     title = ", ".join(f"{gpu.name} has compute capability {gpu.capability / 10:.1f}" for gpu in old)
-    title += ", 7.5 is needed" if old else ""
+    title += ", but at least 7.5 is required" if old else ""
     if len(old) == len(gpus):
         return fail(title, fix="localllm chat --device cpu")
     worst = min((gpu for gpu in gpus if gpu not in old), key=lambda gpu: gpu.capability)
@@ -106,7 +107,7 @@ def gpu_arch(survey: Survey) -> Check:
     formats, lacks = ["fp16", *(n for n in has if has[n])], [n for n in has if not has[n]]
     title = f"{sm(worst.capability)} computes in {', '.join(formats)}" + (f"; {title}" if old else "")
     wide = "bf16" if worst.has_bf16 else "fp16"
-    detail = f"weights in {' and '.join(lacks)} run too, computed in {wide}" if lacks else ""
+    detail = f"weights in {' and '.join(lacks)} also run, computed in {wide}" if lacks else ""
     status: Status = "warn" if old else "ok"
     fix = f"localllm chat --device cuda:{gpus.index(worst)}" if old else ""
     return found(status, title, detail, fix, capability=worst.capability)
@@ -114,27 +115,27 @@ def gpu_arch(survey: Survey) -> Check:
 
 @CHECKS.add("gpu.mem", _no_gpu)
 def gpu_memory(survey: Survey) -> Check:
-    """Who else holds GPU memory."""
+    """Free GPU memory, and the processes that hold the rest."""
     gpus = survey.machine.gpus
     others = [p for gpu in gpus for p in gpu.processes if p.pid != os.getpid()]
     held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
     total = sum(gpu.total_bytes for gpu in gpus)
     names = ", ".join(f"{p.name or 'process'} {p.pid} ({gib(p.used_bytes)})" for p in others[:3] if p.used_bytes)
     full = [g for g in gpus if not g.unified and g.total_bytes - g.free_bytes > g.total_bytes // 5]
-    if full:  # card by card: a free one says nothing of the one beside it
+    if full:  # judged per GPU, since one free GPU does not make up for a full one
         of_full = sum(gpu.total_bytes - gpu.free_bytes for gpu in full), sum(gpu.total_bytes for gpu in full)
         where = f" of {', '.join(gpu.name for gpu in full)}" if len(gpus) > 1 else ""
-        title = f"{gib(of_full[0])} of {gib(of_full[1])}{where} are taken"
+        title = f"{gib(of_full[0])} of {gib(of_full[1])}{where} in use"
         return warn(title, names, "nvidia-smi", held_bytes=held)
     if all(gpu.unified for gpu in gpus):
-        title = f"{gib(total)} of the machine's memory are free; the operating system needs some of it"
+        title = f"{gib(total)} free, shared with the CPU; the operating system needs some of it"
         return ok(title, names, held_bytes=0)
     return ok(f"{gib(total - held)} of {gib(total)} free", names, held_bytes=held)
 
 
 @CHECKS.add("gpu.power", _no_gpu)
 def gpu_power(survey: Survey) -> Check:
-    """Whether a lowered power limit costs speed."""
+    """Power limit: does a lowered one cost speed?"""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
     if not known:
         return skip("the driver does not report it")
@@ -144,22 +145,22 @@ def gpu_power(survey: Survey) -> Check:
     data: dict[str, Any] = {"limit_w": gpu.power_limit_w, "max_w": gpu.power_max_w, "knee_w": knee or None}
     title = f"limit {gpu.power_limit_w:.0f} W of {gpu.power_max_w:.0f} W"
     if gpu.power_limit_w >= 0.99 * gpu.power_max_w:
-        return ok(f"limit {gpu.power_limit_w:.0f} W, the card's own", **data)
+        return ok(f"limit {gpu.power_limit_w:.0f} W, the maximum", **data)
     if knee and gpu.power_limit_w >= knee:
         return ok(title, f"decoding loses less than 5 % down to {knee} W, prefill more", **data)
     if not knee and gpu.power_limit_w >= 0.7 * gpu.power_max_w:
-        return ok(title, "decoding waits for memory and hardly notices", **data)
+        return ok(title, "decoding is limited by memory bandwidth and hardly slows down", **data)
     if "laptop" in gpu.name.lower():
-        detail = "laptops set it themselves: on mains power, in the performance profile"
+        detail = "laptops set the limit themselves; it is highest on mains power in the performance profile"
         return warn(title, detail, "powerprofilesctl set performance", **data)
-    why = f"below {knee} W decoding slows down too" if knee else "prefill and decoding are slower"
+    why = f"below {knee} W decoding slows down as well" if knee else "prefill and decoding are slower"
     fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
     return warn(f"{title}: {why}", "", fix, **data)
 
 
 @CHECKS.add("gpu.clocks", _no_gpu)
 def gpu_clocks(survey: Survey) -> Check:
-    """Whether heat or the power supply hold the clocks down right now."""
+    """Clock throttling right now, by heat or the power supply."""
     gpus = survey.machine.gpus
     hot = max(gpus, key=lambda gpu: gpu.temperature_c)
     reasons = [r for gpu in gpus for r in gpu.throttle if r != "power limit"]
@@ -167,16 +168,16 @@ def gpu_clocks(survey: Survey) -> Check:
     data: dict[str, Any] = {"temperature_c": hot.temperature_c, "throttle": list(dict.fromkeys(reasons))}
     fix = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
     if reasons:
-        title = f"held down by {' and '.join(dict.fromkeys(reasons))}" + (f" at {degrees}" if degrees else "")
-        return warn(title, "more air, or a lower power limit", fix, **data)
+        title = f"throttled by {' and '.join(dict.fromkeys(reasons))}" + (f" at {degrees}" if degrees else "")
+        return warn(title, "improve the airflow, or lower the power limit", fix, **data)
     if hot.temperature_c >= HOT_C:
-        return warn(f"{degrees}: close to where clocks fall", "", fix, **data)
-    return ok(f"nothing holds them down{f', {degrees}' if degrees else ''}", **data)
+        return warn(f"{degrees}: close to throttling", "", fix, **data)
+    return ok(f"not throttled{f', {degrees}' if degrees else ''}", **data)
 
 
 @CHECKS.add("gpu.pcie", _no_gpu)
 def gpu_pcie(survey: Survey) -> Check:
-    """Whether the card has all its lanes; the generation in use falls at rest and says nothing."""
+    """PCIe lanes in use. The generation is not checked, because the link slows down while the GPU is idle."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.pcie_width]
     if not known:
         return skip("the driver does not report it")
@@ -188,15 +189,15 @@ def gpu_pcie(survey: Survey) -> Check:
         return ok(f"{which}{generation}×{gpu.pcie_width}", **data)
     title = f"{which}{generation}×{gpu.pcie_width} of ×{gpu.pcie_width_max} lanes"
     if gpu.pcie_width * 2 >= gpu.pcie_width_max and gpu.pcie_width >= 8:
-        detail = "usual where two slots share them; loading takes longer, decoding on one card does not"
+        detail = "normal if two slots share the lanes; loading takes longer, decoding on one GPU does not"
         return ok(title, detail, **data)
-    detail = "loading a model and anything kept in RAM are slow; check the slot, the riser and the BIOS"
+    detail = "loading a model and using weights in RAM are slow; check the slot, the riser and the BIOS"
     return warn(title, detail, "nvidia-smi -q -d PCI", **data)
 
 
 @CHECKS.add("gpu.p2p", _no_gpu)
 def gpu_p2p(survey: Survey) -> Check:
-    """How two cards reach each other: what tensor parallelism, here and of other engines, asks of them."""
+    """Peer-to-peer access between GPUs, which tensor parallelism uses, in localllm and in other engines."""
     links = survey.machine.gpu_links
     if not links:
         return skip("one GPU")
@@ -204,42 +205,42 @@ def gpu_p2p(survey: Survey) -> Check:
     far = max(links, key=lambda link: ("same board", "PIX", "PXB", "PHB", "NODE", "SYS", "unknown").index(link.path))
     data: dict[str, Any] = {"links": [[k.first, k.second, k.path, k.p2p] for k in links]}
     if granted and survey.host.iommu and far.path in ("PHB", "NODE", "SYS"):
-        title = f"granted over {far.path} while an IOMMU is on: it may be granted and still hang"
-        detail = "for tensor parallelism; localllm doctor --deep times a copy"
+        title = f"allowed over {far.path}, but an IOMMU is on: tensor parallelism may hang"
+        detail = "localllm doctor --deep tests a copy"
         return warn(title, detail, "export NCCL_P2P_DISABLE=1", **data)
     if granted:
-        return ok(f"granted over {far.path}; --deep times it", **data)
-    detail = "copies between cards go through RAM: for one model on several cards, --split layers moves least"
+        return ok(f"allowed over {far.path}; --deep measures it", **data)
+    detail = "copies between GPUs go through RAM; for one model on several GPUs, --split layers transfers the least"
     return ok(f"none over {far.path}: {links[0].p2p}", detail, **data)
 
 
 @CHECKS.add("gpu.ecc", _no_gpu)
 def gpu_ecc(survey: Survey) -> Check:
-    """Error correction, on cards that have it."""
+    """ECC memory, on GPUs that support it."""
     states = [gpu.ecc for gpu in survey.machine.gpus if gpu.ecc is not None]
     if not states:
-        return skip("these cards have none")
+        return skip("not supported by these GPUs")
     return ok("on" if all(states) else "off", ecc=all(states))
 
 
 @CHECKS.add("gpu.mig", _no_gpu)
 def gpu_mig(survey: Survey) -> Check:
-    """Cards cut into instances."""
+    """GPUs divided into MIG instances."""
     if not any(gpu.mig for gpu in survey.machine.gpus):
-        return skip("not cut into instances")
-    title = "one of a card's instances is used: CUDA shows a process no more than one"
-    detail = "CUDA_VISIBLE_DEVICES=MIG-... chooses another; nvidia-smi -L lists them"
+        return skip("not divided into MIG instances")
+    title = "one MIG instance is used: CUDA shows a process only one"
+    detail = "CUDA_VISIBLE_DEVICES=MIG-... selects another; nvidia-smi -L lists them"
     return ok(title, detail, mig=True)
 
 
 @CHECKS.add("gpu.display", _no_gpu)
 def gpu_display(survey: Survey) -> Check:
-    """Whether a screen takes some of the memory."""
+    """Displays that take GPU memory."""
     gpus = survey.machine.gpus
     if all(gpu.display is None for gpu in gpus):
         return skip("the driver does not report it")
     shown = [gpu for gpu in gpus if gpu.display]
     if not shown:
         return ok("no display is attached", display=False)
-    detail = "programs with windows take memory from it as they open: leave 1 GiB, or use the CPU's own graphics"
+    detail = "programs with windows take some of its memory: leave 1 GiB free, or use the CPU's integrated graphics"
     return ok(f"a display is attached to {shown[0].name}", detail, display=True)

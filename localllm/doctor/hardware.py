@@ -1,4 +1,4 @@
-"""CPU, memory, mains."""
+"""Checks of CPU, memory and power supply."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .finding import HARDWARE, Checks, Survey, ok, warn
 CHECKS = Checks(HARDWARE)
 
 LITTLE_RAM = 2 * GIB
-# drivers whose "powersave" still reaches the highest clock
+# cpufreq drivers whose "powersave" governor still reaches the highest clock
 SELF_REGULATING = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "cppc_cpufreq")
 
 
 @CHECKS.add("cpu.isa")
 def cpu_isa(survey: Survey) -> Check:
-    """Which vector instructions the CPU kernels can use."""
+    """Vector instructions available to the CPU kernels."""
     cpu = survey.machine.cpu
     title = f"{cpu.name}, {cpu.isa.replace('_', '-')}"
     data: dict[str, Any] = {"name": cpu.name, "isa": cpu.isa, "flags": list(cpu.flags)}
     if cpu.isa == "generic":
-        title += ": without AVX2 or NEON a few tokens per second are to be expected"
+        title += ": without AVX2 or NEON, expect only a few tokens per second"
         return warn(title, fix="localllm bench smollm2", **data)
     return ok(title, **data)
 
 
 @CHECKS.add("cpu.cores")
 def cpu_cores(survey: Survey) -> Check:
-    """How many cores this process may keep busy."""
+    """Number of cores this process may use."""
     cpu = survey.machine.cpu
     data: dict[str, Any] = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
     if cpu.quota and cpu.quota < 1:
-        title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
+        title = f"the control group allows {cpu.quota:g} of a CPU: expect long pauses"
         return warn(title, fix="docker update --cpus 4 CONTAINER", **data)
     title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs"
     chosen = chosen_threads(cpu, _threads_wanted(survey))
@@ -50,13 +50,13 @@ def cpu_cores(survey: Survey) -> Check:
 def _threads_wanted(survey: Survey) -> int | str:
     try:
         return load_config(path=survey.settings).engine.threads
-    except ConfigError:  # `config.valid` says so
+    except ConfigError:  # reported by `config.valid`
         return "auto"
 
 
 @CHECKS.add("cpu.governor", lambda survey: "" if survey.host.governor else "the kernel does not report it")
 def cpu_governor(survey: Survey) -> Check:
-    """Whether the operating system holds the clock down."""
+    """CPU frequency governor: does it limit the clock?"""
     name, driver = survey.host.governor, survey.host.governor_driver
     if name in ("powersave", "conservative") and driver not in SELF_REGULATING:
         fix = "sudo cpupower frequency-set -g schedutil"
@@ -66,16 +66,16 @@ def cpu_governor(survey: Survey) -> Check:
 
 @CHECKS.add("power.mains")
 def power_source(survey: Survey) -> Check:
-    """Whether a laptop runs from its battery."""
+    """Power source of a laptop."""
     if survey.host.on_battery:
-        title = "on battery: GPU and CPU are held to a fraction of their power"
+        title = "on battery: GPU and CPU run at a fraction of their power"
         return warn(title, fix="plug in the power supply", battery=True)
-    return ok("connected, or not a laptop", battery=False)
+    return ok("on mains power, or not a laptop", battery=False)
 
 
 @CHECKS.add("ram")
 def ram(survey: Survey) -> Check:
-    """Memory that may still be taken."""
+    """Free memory."""
     machine = survey.machine
     title = f"{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} free"
     data: dict[str, Any] = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
@@ -87,7 +87,7 @@ def ram(survey: Survey) -> Check:
 
 @CHECKS.add("swap")
 def swap(survey: Survey) -> Check:
-    """Whether the machine already lives on swap."""
+    """Swap use: does the machine already swap?"""
     machine = survey.machine
     if not machine.swap_total_bytes:
         return ok("none")
@@ -98,11 +98,11 @@ def swap(survey: Survey) -> Check:
     return ok(title, used_bytes=used)
 
 
-@CHECKS.add("numa", lambda survey: "" if survey.host.numa_nodes > 1 else "one memory node")
+@CHECKS.add("numa", lambda survey: "" if survey.host.numa_nodes > 1 else "one NUMA node")
 def numa(survey: Survey) -> Check:
-    """Memory that is nearer to some cores than to others."""
+    """NUMA nodes: memory that is closer to some cores than to others."""
     nodes = survey.host.numa_nodes
     if survey.machine.cpu.nodes:
-        return ok(f"{nodes} memory nodes", chosen_threads(survey.machine.cpu).placement, nodes=nodes)
-    detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps a model on the CPU beside its memory"
-    return ok(f"{nodes} memory nodes", detail, nodes=nodes)
+        return ok(f"{nodes} NUMA nodes", chosen_threads(survey.machine.cpu).placement, nodes=nodes)
+    detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps the model and its threads on one node"
+    return ok(f"{nodes} NUMA nodes", detail, nodes=nodes)

@@ -1,8 +1,8 @@
-"""`doctor --kernels`: which kernel serves what, and what each needs of the card, one row per op and shape class.
+"""`doctor --kernels`: the kernel chosen for every op and shape class, and the resources it needs.
 
-For a card, here or not, the kernels are compiled ahead of time in child processes, and shared memory, registers,
-spills and matrix instructions are read from the result. For the CPU the rows say which implementation is taken, and why
-not the ones before it.
+For a GPU, present or not, kernels are compiled ahead of time in child processes; shared memory, registers, spills and
+matrix instructions are read from the binaries. For the CPU, rows show the chosen implementation and why earlier ones
+were passed over.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from localllm.device import MachineFacts
 from localllm.errors import ConfigError
 from localllm.plan.placement import chosen_device
 
-PARTS = 6  # pieces a card's table is compiled in, so that there is something to tell meanwhile
+PARTS = 6  # parts in which a GPU's table is compiled, for progress reports
 FORMS = ("dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf Q5_0", "gguf Q4_K", "gguf Q6_K")
 
 
 def wanted_capability(text: str | None, machine: MachineFacts) -> int:
-    """90 for "sm_90", "90" or "9.0", 942 for "gfx942"; nothing named: the card that would be taken here, or 0: the CPU.
+    """Parse a target: 90 for "sm_90", "90" or "9.0", 942 for "gfx942", 0 for "cpu"; None is the device used here.
 
-    Raises ConfigError for a card that no kernel is made for.
+    Raises ConfigError for a target without kernels.
     """
     from localllm.kernels.triton.cards import CLASSES, name_of
 
@@ -35,18 +35,18 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
     value = int(found[1] + found[2]) if found else next((c for c in CLASSES if name_of(c) == text), 0)
     if value not in CLASSES:
         known = ", ".join(map(name_of, CLASSES))
-        raise ConfigError(f"--kernels: {text!r} must be one of cpu, {known}", "localllm doctor --kernels sm_90")
+        raise ConfigError(f"--kernels is {text!r}, but must be one of cpu, {known}", "localllm doctor --kernels sm_90")
     return value
 
 
 def rows_of(capability: int, tell: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    """The table; `tell` is called with (parts done, of how many). Raises ConfigError where Triton is missing."""
+    """The rows for a target; `tell` is called with (parts done, all parts). Raises ConfigError without Triton."""
     if capability == 0:
         return list(cpu_rows())
     try:
         from localllm.kernels.triton import aot
     except ImportError as error:
-        raise ConfigError(f"kernels for cards cannot be compiled: {error}", "pip install triton") from error
+        raise ConfigError(f"GPU kernels cannot be compiled: {error}", "pip install triton") from error
     rows: list[dict[str, Any]] = []
     for part in range(PARTS):
         tell(part, PARTS)
@@ -56,7 +56,7 @@ def rows_of(capability: int, tell: Callable[[int, int], None]) -> list[dict[str,
 
 
 def cpu_rows() -> Iterator[dict[str, Any]]:
-    """What runs on this CPU."""
+    """The rows for this CPU."""
     from localllm.kernels import LinearFacts, OpFacts, choose
     from localllm.kernels.registry import OPS, SEGMENTS, Choice
     from localllm.kernels.table import implementations

@@ -1,4 +1,4 @@
-"""`doctor --report`: the findings as Markdown for an issue, without what tells who or where one is."""
+"""`doctor --report`: the findings as Markdown for an issue report, without personal data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_BYTES = 1 << 20
 
 
 def report_markdown(checks: Iterable[Check], survey: Survey, matches: Iterable[Match]) -> str:
-    """The whole page. Everything in it went through `redact`."""
+    """The whole report, passed through `redact`."""
     machine, host = survey.machine, survey.host
     lines = [
         "# localllm doctor",
@@ -49,7 +49,7 @@ def report_markdown(checks: Iterable[Check], survey: Survey, matches: Iterable[M
         lines += ["", "Variables: " + ", ".join(f"`{n}={v}`" for n, v in sorted(host.variables.items()))]
     found = [f"* {m.rule.id} {m.rule.title}" for m in matches]
     if found:
-        lines += ["", "Known troubles:", "", *found]
+        lines += ["", "Known problems:", "", *found]
     crash = last_crash()
     if crash:
         lines += ["", "Last crash in the log:", "", "```", *crash, "```"]
@@ -57,7 +57,7 @@ def report_markdown(checks: Iterable[Check], survey: Survey, matches: Iterable[M
 
 
 def last_crash(folder: Path | None = None) -> list[str]:
-    """The last traceback in the log, with the line that introduces it; at most forty lines."""
+    """The last traceback in the log, with the line before it; at most `CRASH_LINES` lines."""
     try:
         with ((folder or log_dir()) / "localllm.log").open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
@@ -75,7 +75,7 @@ def last_crash(folder: Path | None = None) -> list[str]:
 
 
 def redact(text: str) -> str:
-    """`text` without secrets, the home folder, the user's name, the machine's name and network addresses."""
+    """Remove secrets, the home folder, user and host names and network addresses from a text."""
     text = SECRETS.sub("[secret]", text)
     home = os.path.expanduser("~")
     if len(home) > 1:

@@ -1,4 +1,4 @@
-"""`doctor MODEL`: what can be known of a model without loading it: files, architecture, template, tokenizer, fit."""
+"""`doctor MODEL`: checks of a model without loading it: files, architecture, tokenizer, template, license, fit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from localllm.models.architectures import ModelFacts, OpenModel, open_model, reg
 from localllm.plan import fit
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import gib, params_short
+from localllm.terminal import counted, gib, params_short
 from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
 from .advice import pace
 from .finding import MODEL, fail, found, ok, skip, warn
 
-Named = tuple[str, Check]  # what follows "model." in the id, and the finding
+Named = tuple[str, Check]  # (check id after "model.", finding)
 MAX_SCALE_BYTES = 1 << 30
 OPEN_LICENSES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
 
 def model_checks(resolved: Resolved, planner: Planner) -> Iterator[Check]:
-    """One finding after the other. A model that is not here is judged by the catalogue."""
+    """Yield the findings one by one. A model without local files is judged by its catalogue entry."""
     for name, check in _checks(resolved, planner):
         yield replace(check, id=f"model.{name}", group=MODEL)
 
@@ -81,9 +81,9 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
 
 
 def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
-    """Whether every scale is a number; old exporters of NVFP4 wrote some that are not.
+    """Check quantization scales for NaN and infinity, which old NVFP4 exporters wrote.
 
-    Of the blocks of a large GGUF file the first of each tensor are read, `MAX_SCALE_BYTES` in all.
+    From a large GGUF file, only the first blocks of each tensor are read, `MAX_SCALE_BYTES` in total.
     """
     wrong: dict[str, int] = {}
     read, share = 0, min(1.0, MAX_SCALE_BYTES / max(checkpoint.nbytes, 1))
@@ -98,24 +98,24 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
     wrong = {name: bad for name, bad in wrong.items() if bad}
     if wrong:
         name, bad = next(iter(wrong.items()))
-        more = f", so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        title = f"{name} holds {bad:,} values that are not numbers{more}"
-        yield "scales", fail(title, "loading refuses it", REPAIR, wrong=len(wrong))
+        more = f", as do {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        title = f"{name} contains {counted(bad, 'NaN or infinite scale')}{more}"
+        yield "scales", fail(title, "the model will not load", REPAIR, wrong=len(wrong))
     elif read:
-        yield "scales", ok(f"{read:,} tensors of scales hold numbers only", tensors=read)
+        yield "scales", ok(f"all scales are finite ({read:,} tensors)", tensors=read)
 
 
 _BLOCK_BYTES = {kind: nbytes for kind, _, nbytes in TENSOR_TYPES.values() if kind in (*SCALE_OFFSETS, "MXFP4", "NVFP4")}
 
 
 def _wrong_blocks(kind: str, blocks: np.ndarray) -> int:
-    """How many scales of GGUF blocks are infinite or no number."""
-    if kind in SCALE_OFFSETS:  # the upper byte of a half-precision number, whose exponent is all ones
+    """Number of scales in GGUF blocks that are NaN or infinite."""
+    if kind in SCALE_OFFSETS:  # the upper byte of a float16: all ones in the exponent
         return sum(int(np.count_nonzero((blocks[:, at + 1] & 0x7C) == 0x7C)) for at in SCALE_OFFSETS[kind])
     return int(np.count_nonzero(blocks[:, : 1 if kind == "MXFP4" else 4] == 0xFF))
 
 
-# type of a tensor -> which of its bytes' values are infinite or no number
+# tensor dtype -> mask of the values that are NaN or infinite
 _NO_NUMBER: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F8_E4M3": lambda data: (data & 0x7F) == 0x7F,
     "F8_E8M0": lambda data: data == 0xFF,
@@ -134,11 +134,11 @@ def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
     except LocalLLMError as error:
         return fail(error.message, fix=error.hint)
     if text not in back:
-        return warn("a text does not come back as it was", repr(back)[:80], "localllm pull NAME --repair")
+        return warn("a sample text changes when encoded and decoded", repr(back)[:80], "localllm pull NAME --repair")
     if tokenizer.vocab_size > facts.vocab_size:
-        title = f"{tokenizer.vocab_size:,} tokens, but the model has rows for {facts.vocab_size:,}"
+        title = f"{tokenizer.vocab_size:,} tokens, but the model has embeddings for only {facts.vocab_size:,}"
         return fail(title, fix="localllm pull NAME --repair")
-    title = f"{tokenizer.vocab_size:,} tokens; a text in four scripts comes back as it was"
+    title = f"{tokenizer.vocab_size:,} tokens; a sample text survives encoding and decoding"
     return ok(title, vocab=tokenizer.vocab_size)
 
 
@@ -149,7 +149,7 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
 
     if not tokenizer.chat_template:
         again = f'localllm run {name} "Once upon a time"'
-        yield "template", ok("none: a base model, which completes text", "", again, chat=False)
+        yield "template", ok("none: this is a base model, which completes text", "", again, chat=False)
         return
     try:
         template = ChatTemplate(tokenizer)
@@ -158,14 +158,14 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
         yield "template", fail(error.message, fix=error.hint)
         return
     if "canary" not in rendered:
-        title = "the message does not appear in what the template makes of it"
+        title = "the chat template drops the user's message"
         yield "template", fail(title, fix=f"localllm show {name} --template")
         return
     thinks = reasoning_tags(template.template) is not None
-    title = f"{len(rendered)} characters around a message" + ("; the model can think first" if thinks else "")
+    title = f"renders a message to {len(rendered)} characters" + ("; the model can think first" if thinks else "")
     yield "template", ok(title, chat=True, thinking=thinks)
     tools = check_tools(template, tokenizer)
-    note = "" if not tools.works or tools.keeps_prefix else "each further turn computes its whole prompt again"
+    note = "" if not tools.works or tools.keeps_prefix else "every later turn recomputes its whole prompt"
     yield "tools", ok(tools.line, note,
         works=tools.works, format=tools.format, native=tools.native, keeps_prefix=tools.keeps_prefix,
     )  # fmt: skip
@@ -174,13 +174,13 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
 def _license(terms: str) -> Check:
     if not terms:
         return ok("not stated in the files; see the model's page", licence=None)
-    own = "" if terms.lower().startswith(OPEN_LICENSES) else "with terms of its own: read them before you build on it"
+    own = "" if terms.lower().startswith(OPEN_LICENSES) else "it has its own terms: read them before you build on it"
     return ok(terms, own, licence=terms)
 
 
 def _fit(made: Plan | None, name: str) -> Check:
     if made is None:
-        return skip("not known before its files are here")
+        return skip("not known until its files are downloaded")
     if not made.fits:
         error = made.error(name)
         return fail(error.message, error.why, error.hint)
@@ -196,7 +196,7 @@ def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     load = f"not on this machine; a download of {gib(resolved.download_bytes)}"
     yield "files", warn(load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
     runs = not resolved.architecture or resolved.architecture in registry.names()
-    title = resolved.architecture or "not known before its files are here"
+    title = resolved.architecture or "not known until its files are downloaded"
     yield "arch", found("ok" if runs else "fail", title, fix="" if runs else "localllm plan")
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
     yield "licence", _license(resolved.license or (entry.license if entry else ""))
@@ -204,9 +204,9 @@ def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
 
 
 def resolve_quietly(name: str, planner: Planner, config: UserConfig | None = None) -> Resolved:
-    """What a name stands for: on this machine, else by the catalogue alone; nothing is asked of the hub.
+    """Resolve a name to a local model, else to a catalogue entry, without contacting the hub.
 
-    Raises what `fit.resolve` does offline for a name that is neither.
+    Raises what `fit.resolve` raises offline for an unknown name.
     """
     try:
         return fit.resolve(name, planner, offline=True)

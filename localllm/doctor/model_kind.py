@@ -1,6 +1,6 @@
-"""What other engines must know of a model to be started well: experts, recurrent layers, weight format, draft head.
+"""Model properties that the flags of other engines depend on: experts, recurrent layers, weight format, draft head.
 
-From its config.json or its GGUF file where it is here, else from the catalogue, else from its name; which, is told.
+They come from a local config.json or GGUF file, else from the catalogue, else from the name; `known_from` says which.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPERTS = re.compile(
     r"|Scout|Maverick|Kimi",
     re.I,
 )
-# a regular expression on the name -> format; the first counts
+# regular expression on the name -> format; the first match counts
 FORMATS: tuple[tuple[str, str], ...] = (
     (r"GGUF|:I?Q\d|\.gguf", "gguf"),
     (r"NVFP4", "nvfp4"),
@@ -42,7 +42,7 @@ FORMATS: tuple[tuple[str, str], ...] = (
 )
 
 
-# a regular expression on the name -> quant_method; the first counts. The same format comes from several tools.
+# Regular expression on the name -> quant_method; the first match counts. Several tools write the same format.
 METHODS: tuple[tuple[str, str], ...] = (
     (r"GGUF|:I?Q\d|\.gguf", "gguf"),
     (r"gpt-oss|MXFP4", "mxfp4"),
@@ -61,20 +61,20 @@ METHODS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """One model, as far as its flags depend on it."""
+    """The properties of one model."""
 
-    name: str  # as engines are given it
+    name: str  # as passed to the engine
     kind: str  # dense | moe
     format: str  # bf16, fp8, nvfp4, mxfp4, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf
     hybrid: bool = False  # has recurrent layers
-    mtp: bool = False  # brings a draft head
+    mtp: bool = False  # has a draft head
     size_bytes: int = 0  # 0 when not known
-    context: int = 0  # its own limit in tokens, 0 when not known
+    context: int = 0  # maximum context in tokens; 0 when not known
     known_from: str = "its name"
-    method: str = ""  # quant_method of config.json; gguf; none for plain weights; "" when not known
-    kv_per_token: int = 0  # bytes in 16 bits, 0 when not known
-    kv_fixed: int = 0  # bytes a sequence keeps at any length
-    active_share: float = 1.0  # of the weights, read for one token
+    method: str = ""  # quant_method of config.json; gguf; none for unquantized weights; "" when not known
+    kv_per_token: int = 0  # KV cache bytes per token in 16 bits; 0 when not known
+    kv_fixed: int = 0  # bytes of state per sequence, at any length
+    active_share: float = 1.0  # fraction of the weights read per token
 
     @property
     def words(self) -> str:
@@ -88,7 +88,7 @@ class ModelKind:
 
 
 def model_kind(name: str) -> ModelKind:
-    """What is known of a model: a path, a name of `ls`, a catalogue entry, or any name on the hub."""
+    """The properties of a model given by path, local name, catalogue name or any hub name."""
     config = _config(name)
     if config is not None:
         return _from_config(name, *config)
@@ -100,13 +100,15 @@ def model_kind(name: str) -> ModelKind:
 
 
 def from_catalogue(entry: catalog.Candidate) -> ModelKind:
-    """A catalogue entry."""
+    """The properties of a catalogue entry."""
     by_name = _from_name(entry.spec)
     stored = entry.format.casefold()
     exact = next((one for one in ("nvfp4", "mxfp4", "fp8", "bf16") if one in stored), "int4")
     return ModelKind(
         name=entry.spec,
-        kind="moe" if 2 * entry.active_params < entry.params else "dense",  # rows of an embedding are not read either
+        kind="moe"
+        if 2 * entry.active_params < entry.params
+        else "dense",  # dense models also have unread embedding rows
         format="gguf" if entry.quant else exact,
         hybrid=by_name.hybrid,
         mtp=entry.draft if entry.quant else by_name.mtp,
@@ -124,10 +126,10 @@ Suited = Callable[[Sequence[catalog.Candidate]], ModelKind | None]
 
 
 def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
-    """What a name means to an engine that reads GGUF files, or one that does not; its name is what can be opened.
+    """Resolve a name for an engine that reads GGUF files, or safetensors, to a model that the engine can open.
 
-    A path stays. A model of this machine becomes its repository, or its file. A name of the catalogue becomes the
-    repository that `suited` takes; where it takes none, the smallest. Raises ModelNotFound.
+    A path stays. A local model becomes its repository or its file. A catalogue name becomes the repository that
+    `suited` picks, else the smallest. Raises ModelNotFound.
     """
     wanted = "GGUF" if gguf else "safetensors"
     here = [] if Path(name).expanduser().exists() else _here(name)
@@ -143,16 +145,16 @@ def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
         return replace(_from_name(f"{starter.repos[0]}:{starter.format}"), known_from="the catalogue")
     if starter is not None or catalog.members(name) or here:
         other = "--for vllm" if gguf else "--for llama.cpp"
-        raise ModelNotFound(f"no {wanted} files of {name} are known", f"localllm doctor {other} {name}")
+        raise ModelNotFound(f"the catalogue has no {wanted} files of {name}", f"localllm doctor {other} {name}")
     if "/" not in name and not Path(name).expanduser().exists():
         raise ModelNotFound(
-            f"{shown(name)!r} is not a file here, a name in the catalogue or a repository", "name it as org/repository"
+            f"{shown(name)!r} is not a local file, a catalogue name or a repository", "use a name like org/repository"
         )
     return model_kind(name)
 
 
 def _here(name: str) -> list[hub.LocalModel]:
-    """The models of this machine with exactly that name."""
+    """The local models with exactly that name."""
     try:
         return hub.local.find(parse_name(name))
     except LocalLLMError:
@@ -160,7 +162,7 @@ def _here(name: str) -> list[hub.LocalModel]:
 
 
 def _from_gguf(name: str, path: Path) -> ModelKind:
-    """A GGUF file of this machine, as it describes itself; one that says too little, by its name."""
+    """The properties of a local GGUF file, from its header or else from its name."""
     kind = replace(_from_name(name), name=str(path), format="gguf", method="gguf", size_bytes=path.stat().st_size)
     try:
         with open_model(path, "off") as checkpoint:
@@ -189,14 +191,14 @@ def _from_name(name: str) -> ModelKind:
 
 
 def _size_of(name: str, stored: str) -> int:
-    """About how large, from the number of parameters in the name; 0 without one."""
+    """Approximate size in bytes, from the number of parameters in the name; 0 without one."""
     counts = [float(found) for found in re.findall(r"(?<![\dA-Za-z.])(\d+(?:\.\d+)?)B\b", name, re.IGNORECASE)]
     bits = {"bf16": 16, "fp8": 8.5, "gguf": 4.8}.get(stored, 4.8)
     return int(max(counts, default=0.0) * 1e9 * bits / 8)
 
 
 def _config(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """The folder and config.json of a model on this machine; None for GGUF and for one that is not here."""
+    """The folder and config.json of a local model; None for GGUF files and unknown names."""
     path = Path(name).expanduser()
     folders = [path] if path.is_dir() else [found.path for found in _here(name) if found.path.is_dir()]
     values = read_json(folders[0] / "config.json", MAX_CONFIG_BYTES) if folders else {}
@@ -228,7 +230,7 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
 
 
 def _kept(folder: Path, config: dict[str, Any], text: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes for a token in 16 bits, and at any length; of an architecture that is not known here, a guess."""
+    """(KV bytes per token in 16 bits, state bytes per sequence); estimated for an unknown architecture."""
     try:
         facts, *_ = understand(Checkpoint(folder, "safetensors", {}, {}, config=config))
     except LocalLLMError:
@@ -255,7 +257,7 @@ def _method(config: Any) -> str:
 
 
 def _kv(text: Mapping[str, Any]) -> int:
-    """Bytes for a token in 16 bits: keys and values of the layers that keep the whole context."""
+    """KV bytes per token in 16 bits, for the layers with full attention."""
     kinds = [str(kind) for kind in _list(text.get("layer_types"))]
     layers = sum("full" in kind for kind in kinds) if kinds else _number(text.get("num_hidden_layers"))
     heads = _number(text.get("num_attention_heads")) or 1

@@ -1,7 +1,7 @@
-"""What `doctor --deep` measures with torch, in a process of its own: started by `probes.py`; messages are JSON.
+"""The child process of `doctor --deep` that measures with torch; `probes.py` starts it and talks to it in JSON.
 
-A card that hangs or a driver that aborts takes this process with it and nothing else. Sizes are bytes, times seconds,
-rates bytes or operations per second.
+If a GPU hangs or a driver aborts, only this process dies. Sizes are in bytes, times in seconds, rates in bytes or
+operations per second.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 512 << 20
 HOST_BYTES = 256 << 20
-HIDDEN, ROWS = 4096, 512  # of a model of 8B, and of a prompt's step
-LINK_S = 170.0  # for all ranks together: each imports torch
-MEASURE_S = 0.4  # how long each rate is measured, at least three times
+HIDDEN, ROWS = 4096, 512  # hidden size of an 8B model, and tokens of a prefill step
+LINK_S = 170.0  # limit for all ranks together; each of them imports torch
+MEASURE_S = 0.4  # minimum duration of each measurement, which runs at least three times
 
 
 def rate(work: Callable[[], object], amount: float, finish: Callable[[], None], seconds: float = MEASURE_S) -> float:
-    """`amount` per second of the fastest of at least three runs, after one that does not count."""
+    """Run `work` at least three times after a warm-up, and return `amount` per second of the fastest run."""
     work()
     finish()
     best, start, runs = 0.0, time.perf_counter(), 0
@@ -45,7 +45,7 @@ def rate(work: Callable[[], object], amount: float, finish: Callable[[], None], 
 
 
 def copy_rate(device: str, size: int = COPY_BYTES) -> float:
-    """Bytes per second that a copy inside the device's memory reads and writes."""
+    """Bytes per second read and written by a copy within the device's memory."""
     import torch
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -54,7 +54,7 @@ def copy_rate(device: str, size: int = COPY_BYTES) -> float:
 
 
 def transfer_rates(device: str, size: int = HOST_BYTES) -> dict[str, float]:
-    """Bytes per second to and from the device, from pinned and from ordinary memory."""
+    """Bytes per second to and from the device, from pinned and pageable memory."""
     import torch
 
     there = torch.empty(size, dtype=torch.uint8, device=device)
@@ -69,7 +69,7 @@ def transfer_rates(device: str, size: int = HOST_BYTES) -> dict[str, float]:
 
 
 def matmul_rate(device: str, dtype: str, size: int) -> float:
-    """Operations per second of a square product."""
+    """Operations per second of a square matrix multiplication."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
@@ -79,7 +79,7 @@ def matmul_rate(device: str, dtype: str, size: int) -> float:
 
 
 def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]:
-    """A copy between two cards: whether it arrived whole, and how fast it was."""
+    """Copy between two GPUs; return the speed and whether the data arrived intact."""
     import torch
 
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=first)
@@ -90,7 +90,7 @@ def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]
 
 
 def link_rates(devices: list[str]) -> dict[str, float]:
-    """What a rank on each of these devices, all in processes of their own, waits for sums over all of them."""
+    """Measure an all-reduce over these devices, with one process per device."""
     with tempfile.TemporaryDirectory(prefix="localllm-link-") as folder:
         command = [sys.executable, "-P", "-m", __spec__.name, str(Path(folder) / "store"), *devices]
         ranks = [
@@ -102,7 +102,7 @@ def link_rates(devices: list[str]) -> dict[str, float]:
         try:
             said, errors = ranks[0].communicate(timeout=LINK_S)
             if ranks[0].returncode:
-                raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or ["a rank ended"])[-1])
+                raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or ["a rank exited"])[-1])
             found: dict[str, float] = json.loads(said)
             return found
         finally:
@@ -112,7 +112,7 @@ def link_rates(devices: list[str]) -> dict[str, float]:
 
 
 def link_rank(store: str, devices: list[str], number: int) -> dict[str, float]:
-    """One of the ranks: they gather as `models.ranks` does, and add up."""
+    """Run one rank: all-gather and add up, as `models.ranks` does."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def link_rank(store: str, devices: list[str], number: int) -> dict[str, float]:
             sum(parts[1:], parts[0].float())
             finish()
             taken.append(time.perf_counter() - began)
-        return min(taken[3:])  # what disturbs one makes it slower
+        return min(taken[3:])  # interference only makes a run slower
 
     one, many = seconds(1, 300), seconds(ROWS, 20)
     nbytes = (ROWS - 1) * HIDDEN * (4 if on_cpu else 2)
@@ -145,7 +145,7 @@ def link_rank(store: str, devices: list[str], number: int) -> dict[str, float]:
 
 
 def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
-    """Every kernel that a model of usual proportions would use, against its reference: 8B on a GPU, 0.6B on a CPU."""
+    """Compare every kernel that a typical model uses with its reference: an 8B on a GPU, a 0.6B on a CPU."""
     import torch
 
     from localllm.kernels import OpFacts
@@ -156,14 +156,14 @@ def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
     hidden, inner, heads = (1024, 3072, 16) if device == "cpu" else (4096, 12288, 32)
     facts = OpFacts(kv, heads, 8, 128, device=device.split(":")[0], capability=capability, dtype=dtype)
     if device != "cpu":
-        torch.cuda.set_device(device)  # the one that "cuda" means
+        torch.cuda.set_device(device)  # "cuda" without an index refers to it from here on
     test = SelfTest()
     test.table(ModelShapes(hidden, inner, facts))
     return {"run": test.num_run, "failures": [str(failure) for failure in test.failures], "seconds": test.seconds}
 
 
 def finisher(device: str) -> Callable[[], None]:
-    """Waits until the device has done what it was given."""
+    """A function that waits for the device to finish its work."""
     import torch
 
     return partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
@@ -180,12 +180,12 @@ JOBS: dict[str, Callable[..., Any]] = {
 
 
 def _answer(request: bytes) -> bytes:
-    """One job, `[name, argument, ...]`."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as `machine` numbers cards; torch comes later
+    """Run one job, `[name, argument, ...]`."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of `machine`; must be set before torch loads
     name, *arguments = json.loads(request)
     try:
         answer: dict[str, Any] = {"ok": JOBS[name](*arguments)}
-    except Exception as error:  # whatever the driver raises is the finding
+    except Exception as error:  # the error, of whatever kind, is the finding
         answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
     return json.dumps(answer).encode()
 

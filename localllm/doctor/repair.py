@@ -1,6 +1,6 @@
-"""`doctor --apply`: of the cures found, those that can be carried out: settings, packages, one at a time, asked first.
+"""`doctor --apply`: applies the fixes that can be automated (settings, packages), one at a time, after confirmation.
 
-What concerns the shell one sits in (`export`, `unset`) and steps with a screwdriver are only named.
+Fixes for the user's own shell (`export`, `unset`) and manual steps are only shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localllm.interface import Check
 from .finding import Survey
 
 Kind = Literal["setting", "command", "root", "shell", "step"]
-# how a cure that begins so is carried out, what can be run first; every other one is a step
+# How to apply a fix that starts with one of these, in the order of application. All other fixes are manual steps.
 BEGINNINGS: dict[Kind, tuple[str, ...]] = {
     "setting": ("localllm config set ",),
     "command": ("pip install ",),
@@ -35,17 +35,17 @@ COMMAND_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One cure."""
+    """One fix."""
 
     check_id: str
-    title: str  # what is wrong
+    title: str  # the problem
     command: str
-    # setting and command can be run; root asks sudo; shell is for the user's own shell; step is for the hands
+    # setting and command can be run; root needs sudo; shell is for the user's own shell; step is manual
     kind: Kind
 
 
 def actions(checks: Iterable[Check], survey: Survey) -> list[Action]:
-    """What could be done about the warnings and failures, what can be run first."""
+    """The fixes for all warnings and failures, those that can be run first."""
     found = [Action(c.id, c.title, c.fix, kind_of(c.fix)) for c in checks if c.fix and c.status in ("warn", "fail")]
     if any(one.check_id == "compiler" and one.kind == "root" for one in found) and not survey.machine.compiler:
         found.insert(0, Action("compiler", "no C compiler", "pip install ziglang", "command"))
@@ -53,12 +53,12 @@ def actions(checks: Iterable[Check], survey: Survey) -> list[Action]:
 
 
 def kind_of(fix: str) -> Kind:
-    """How a cure can be carried out."""
+    """How a fix can be applied."""
     return next((kind for kind, beginnings in BEGINNINGS.items() if fix.startswith(beginnings)), "step")
 
 
 def settings_diff(chosen: Iterable[Action], file: Path | None = None) -> list[str]:
-    """What the settings file would become, as a unified diff. Nothing is written."""
+    """The change to the settings file as a unified diff. Nothing is written."""
     import tempfile
 
     place = file or settings_file()
@@ -72,7 +72,7 @@ def settings_diff(chosen: Iterable[Action], file: Path | None = None) -> list[st
 
 
 def apply_settings(chosen: Iterable[Action], file: Path | None = None) -> None:
-    """Write them. Raises ConfigError as `config set` does."""
+    """Write the settings. Raises ConfigError as `config set` does."""
     from localllm.config import set_key
 
     for one in chosen:
@@ -81,7 +81,7 @@ def apply_settings(chosen: Iterable[Action], file: Path | None = None) -> None:
 
 
 def run(action: Action) -> int:
-    """Run a command of the kinds command and root, its output on stderr; its exit code, 124 when it takes too long."""
+    """Run a command of kind "command" or "root" with its output on stderr. Returns its exit code, 124 on timeout."""
     code = 0
     for part in action.command.split(" && "):
         words = shlex.split(part)

@@ -1,6 +1,6 @@
-"""Whether a model fits where another engine would run it, with how much context, and which file of several to take.
+"""Memory estimates for other engines: whether a model fits, with how much context, and which file to choose.
 
-An estimate from sizes: weights, keys and values, and what the engine takes beside them. Our own plans count every byte.
+The estimate adds weights, KV cache and the engine's overhead. Plans for localllm itself count every byte instead.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from localllm.terminal import GIB, gib
 from .finding import Survey
 from .model_kind import ModelKind, from_catalogue
 
-MIN_CTX = 4096  # tokens: with less an engine is not worth starting
-SPARE = 0.9  # of what the sum leaves for context, what is asked for
-CPU_CTX = 16_384  # tokens: more are read too slowly where a CPU computes
-UNIFIED_LEAST = 0.5  # of shared memory that an engine is given at least; no more than weights and context want
-SEQUENCES = 2  # of which what a sequence keeps at any length is counted
-Q8_0 = 34 / 64  # bytes of a value in Q8_0, by those in 16 bits
-RECIPE_WORTH = 0.2  # of `catalog.worth`: that somebody ran it on this card
-MOE_ETA = 0.5  # of the pace that bytes alone would allow, what a mixture of experts reaches
-# kinds of weights by what suits a card best, for engines that read them all: (lowest compute capability, formats)
+MIN_CTX = 4096  # tokens; with less context an engine is not worth starting
+SPARE = 0.9  # fraction of the estimated room to use for context
+CPU_CTX = 16_384  # tokens; longer prompts are too slow when the CPU computes
+UNIFIED_LEAST = 0.5  # minimum share of unified memory for an engine; it gets more only if weights and context need it
+SEQUENCES = 2  # sequences whose fixed-size state is counted
+Q8_0 = 34 / 64  # size of Q8_0 relative to 16 bits
+RECIPE_WORTH = 0.2  # `catalog.worth` gained by a file with a recipe for this GPU
+MOE_ETA = 0.5  # fraction of the bandwidth-limited speed that MoE models reach
+# (minimum compute capability, weight formats by preference), for engines that read all of them
 ORDERS = (
     (100, ("fp8", "nvfp4", "mxfp4", "int4", "bf16", "gguf")),
     (89, ("fp8", "int4", "mxfp4", "nvfp4", "bf16", "gguf")),
@@ -36,22 +36,22 @@ ORDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a model may take, and takes."""
+    """Memory available to a model, and memory it needs."""
 
     have_bytes: int
-    need_bytes: int  # with the context below
+    need_bytes: int  # with `ctx` tokens of context
     ctx: int
-    share: float  # of a card's memory
-    in_ram: int = 0  # bytes of weights that a CPU computes with
+    share: float  # fraction of each GPU's memory
+    in_ram: int = 0  # weight bytes that stay in RAM for the CPU
 
     @property
     def why(self) -> str:
-        """Where the context comes from."""
-        return f"what fits: {gib(self.need_bytes, 1)} of {gib(self.have_bytes, 1)}"
+        """The reason for the context."""
+        return f"needs {gib(self.need_bytes, 1)} of the {gib(self.have_bytes, 1)} available"
 
 
 def room_of(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room:
-    """The room there is. Raises DoesNotFit, with both numbers and with what would fit."""
+    """Estimate the memory of a model in an engine. Raises DoesNotFit, with need, limit and alternatives."""
     machine, gguf = survey.machine, engine["name"] == "llama.cpp"
     beside = int(engine["beside_gib"] * GIB) * max(1, len(machine.gpus))
     per_token = _kv(model) * (Q8_0 if gguf else _kv_share(engine["name"], model, survey))
@@ -74,7 +74,7 @@ def room_of(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room
 
 
 def _card_room(engine: Mapping[str, Any], wanted: int, survey: Survey) -> tuple[float, int]:
-    """(share of each card's memory that may be taken, bytes on all of them)"""
+    """(fraction of each GPU's memory to use, bytes on all GPUs together)"""
     gpus, share = survey.machine.gpus, float(engine["share"])
     if any(gpu.display for gpu in gpus):
         share = min(share, 0.92)
@@ -86,7 +86,7 @@ def _card_room(engine: Mapping[str, Any], wanted: int, survey: Survey) -> tuple[
 
 
 def _kv(model: ModelKind) -> int:
-    """Bytes of a token in 16 bits; guessed from the size where nothing says it."""
+    """KV bytes per token in 16 bits; estimated from the model's size if not known."""
     if model.kv_per_token:
         return model.kv_per_token
     bits = {"bf16": 16, "fp8": 8.5}.get(model.format, 4.8)
@@ -95,7 +95,7 @@ def _kv(model: ModelKind) -> int:
 
 
 def _kv_share(engine: str, model: ModelKind, survey: Survey) -> float:
-    """What 8 bits make of keys and values, where the flags ask for them."""
+    """Size of the KV cache relative to 16 bits: 0.5 if the flags select an 8-bit cache."""
     capability = max((gpu.capability for gpu in survey.machine.gpus), default=0)
     small = capability >= 89 or (capability >= 86 and model.format not in ("fp8",) and engine != "tensorrt-llm")
     return 0.5 if small and not (engine == "sglang" and capability in (90, 100, 103)) else 1.0
@@ -103,17 +103,20 @@ def _kv_share(engine: str, model: ModelKind, survey: Survey) -> float:
 
 def _refusal(engine: Mapping[str, Any], model: ModelKind, need: int, have: int) -> DoesNotFit:
     return DoesNotFit(
-        f"{model.name} needs {gib(need, 1)} with {MIN_CTX:,} tokens of context, {engine['title']} may take"
+        f"{model.name} needs {gib(need, 1)} with {MIN_CTX:,} tokens of context, but {engine['title']} can use"
         f" {gib(have, 1)} here",
         f"localllm doctor --for {engine['name']}",
-        fixes=((f"localllm doctor --for {engine['name']}", "a model that fits"), ("localllm plan", "what fits here")),
-        why=f"weights {gib(model.size_bytes, 1)}, what runs beside them {engine['beside_gib']} GiB a card",
+        fixes=(
+            (f"localllm doctor --for {engine['name']}", "suggests a model that fits"),
+            ("localllm plan", "lists models that fit"),
+        ),
+        why=f"weights {gib(model.size_bytes, 1)}, overhead {engine['beside_gib']} GiB per GPU",
         context={"need_bytes": need, "have_bytes": have},
     )
 
 
 def reads(engine: Mapping[str, Any], model: ModelKind, capability: int) -> bool:
-    """Whether an engine opens this kind of checkpoint on such a card; yes where the kind is not known."""
+    """True if an engine reads this checkpoint format at this compute capability, or the format is not known."""
     table = engine["reads"]
     least = table.get(f"{model.method} {model.format}", table.get(model.method))
     return model.method == "" or (least is not None and capability >= least)
@@ -122,10 +125,10 @@ def reads(engine: Mapping[str, Any], model: ModelKind, capability: int) -> bool:
 def best_of(
     pool: Iterable[catalog.Candidate], engine: Mapping[str, Any], survey: Survey, recipes: Iterable[str] = ()
 ) -> ModelKind | None:
-    """The file to start: read by the engine, with room; the most able that reaches the pace a chat wants.
+    """The best file that the engine can read and that fits: the most capable one that is fast enough for chat.
 
-    Where none reaches it, pace counts against ability; on memory that CPU and GPU share mixtures of experts come out
-    first by that. Of one model's files the one with a recipe for this card wins, then what suits the card.
+    If none is fast enough, speed is weighed against capability, which puts MoE models first on unified memory. Among
+    files of one model, one with a recipe for this GPU wins, then the format that suits the GPU.
     """
     gpus = survey.machine.gpus
     capability = max((gpu.capability for gpu in gpus), default=0)
@@ -149,7 +152,7 @@ def best_of(
 
 
 def _pace(model: ModelKind, room: Room, survey: Survey) -> float:
-    """Tokens per second, from the bytes read on the cards and in RAM."""
+    """Estimated tokens per second, from the bytes read per token on the GPUs and in RAM."""
     machine = survey.machine
     active = model.size_bytes * model.active_share
     in_ram = active * room.in_ram / max(1, model.size_bytes) if machine.gpus else active

@@ -1,7 +1,7 @@
-"""Known troubles of workstations (rules.toml) against this machine, and against an error text or log.
+"""Matches known problems (rules.toml) against this machine, and against an error message or log.
 
-Without a log, only what can be seen on the machine is said: a rule's `here` table. With one, every rule whose patterns
-are found, those first that can happen on this machine.
+Without a log, only rules whose `here` table holds on this machine match. With one, every rule whose patterns are found
+matches; rules that can happen on this machine come first.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from localllm.terminal import clean_line, fit
 from .conditions import holds, unmet
 from .finding import Survey
 
-MAX_LOG_BYTES = 4 << 20  # the end of a longer log is read: that is where it failed
+MAX_LOG_BYTES = 4 << 20  # only the end of a longer log is read, because the failure is there
 EXCERPT_CELLS = 160
 CONFIDENCE = {
-    "A": "a maintainer or a merged change says so",
+    "A": "confirmed by a maintainer or a merged change",
     "B": "several reporters, or a measured report",
     "C": "one source",
 }
@@ -29,18 +29,18 @@ CONFIDENCE = {
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """One thing to do about it."""
+    """One fix of a rule."""
 
     do: str  # a command, a flag, or a step
     why: str
-    engine: str = ""  # whose flag it is; "" for everybody's
+    engine: str = ""  # the engine that has the flag; "" for any
     root: bool = False
-    unconfirmed: bool = False  # nothing that could be found backs it
+    unconfirmed: bool = False  # no code or report was found to back it
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One known trouble: an entry of rules.toml, which explains the fields."""
+    """One known problem: an entry of rules.toml, which explains the fields."""
 
     id: str
     title: str
@@ -54,36 +54,36 @@ class Rule:
     when: Mapping[str, Any] = field(default_factory=dict)
     here: Mapping[str, Any] | None = None
     unless: Sequence[str] = ()
-    engines: Sequence[str] = ()  # whose trouble it is; those of its fixes, where this is empty
+    engines: Sequence[str] = ()  # the engines it concerns; if empty, those of its fixes
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Its place in the file: what happens everywhere (G1, ...) comes after what happens to some (R1, ...)."""
+        """Sort key in file order: general rules (G1, ...) come after specific ones (R1, ...)."""
         return self.id[0] != "R", int(self.id[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A rule that was found."""
+    """A rule that matched."""
 
     rule: Rule
-    applies: bool  # whether it can happen on this machine; a log may come from another one
-    line: int = 0  # of the log, counted from 1; 0 without a log
-    excerpt: str = ""  # that line, harmless for a terminal
-    count: int = 0  # how many of its patterns were found
-    doubts: tuple[str, ...] = ()  # conditions that do not hold here
+    applies: bool  # it can happen on this machine; the log may come from another one
+    line: int = 0  # line of the log, counted from 1; 0 without a log
+    excerpt: str = ""  # that line, without control characters
+    count: int = 0  # number of its patterns found
+    doubts: tuple[str, ...] = ()  # conditions that do not hold on this machine
 
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
-    """All rules, in the order of the file."""
+    """All rules, in file order."""
     entries = toml_beside(__file__, "rules.toml")["rule"]
     fixes = [sorted((Fix(**fix) for fix in entry["fixes"]), key=lambda fix: fix.unconfirmed) for entry in entries]
-    return tuple(Rule(**entry | {"fixes": cures}) for entry, cures in zip(entries, fixes, strict=True))
+    return tuple(Rule(**entry | {"fixes": own}) for entry, own in zip(entries, fixes, strict=True))
 
 
 def match_machine(survey: Survey) -> list[Match]:
-    """What is known to go wrong with what is installed here."""
+    """Known problems of the software installed on this machine."""
     return [
         Match(rule, True)
         for rule in rules()
@@ -92,7 +92,7 @@ def match_machine(survey: Survey) -> list[Match]:
 
 
 def match_log(text: str, survey: Survey) -> list[Match]:
-    """The rules whose patterns are in a text; those that can happen here first, then the better founded ones."""
+    """The rules whose patterns are found in a text, those that can happen on this machine and are best backed first."""
     found = [match for rule in rules() if (match := _match(rule, text, survey))]
     said = {match.rule.id for match in found if match.applies}
     found = [match for match in found if not said.intersection(match.rule.unless)]
@@ -114,7 +114,7 @@ def _match(rule: Rule, text: str, survey: Survey) -> Match | None:
 
 
 def _near(one: str, other: str, reach: int, text: str) -> int | None:
-    """Where `other` stands within `reach` characters behind `one`. Walks through each once, whatever their number."""
+    """Position of the first `other` within `reach` characters after a `one`, else None; a single pass over both."""
     ends = [hit.end() for hit in re.finditer(one, text, re.IGNORECASE)]
     at = 0
     for hit in re.finditer(other, text, re.IGNORECASE) if ends else ():
@@ -126,6 +126,6 @@ def _near(one: str, other: str, reach: int, text: str) -> int | None:
 
 
 def url_of(source: str) -> str:
-    """The address of a source such as owner/repo#12; itself where it is not one."""
+    """The address of a source such as owner/repo#12; other sources are returned unchanged."""
     found = re.fullmatch(r"([\w.-]+/[\w.-]+)#(\d+)", source)
     return f"https://github.com/{found[1]}/issues/{found[2]}" if found else source

@@ -1,4 +1,4 @@
-"""The user's settings, and what this program keeps on disk."""
+"""Checks of the user's settings, the chat database and localllm's folders."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .finding import SOFTWARE, Checks, Survey, fail, ok, skip, warn
 
 CHECKS = Checks(SOFTWARE)
 
-# a larger database is opened, but not read through: that would take longer than a quick check may
+# a larger database is opened but not scanned, which would take too long for a quick check
 CHECKED_BYTES = 64 << 20
 
 
 @CHECKS.add("config.valid")
 def config_valid(survey: Survey) -> Check:
-    """Whether the file and the environment can be read, and every value is one that its key takes."""
+    """Settings file and environment: are they readable, with a valid value for every key?"""
     try:
         config = load_config(path=survey.settings)
     except ConfigError as error:
         return fail(error.message, fix=error.hint.strip("`"))
     if config.broken:
-        return fail(config.broken, "the defaults hold until it can be read", "localllm config edit")
+        return fail(config.broken, "the defaults are in effect until it is fixed", "localllm config edit")
     if wrong := [warning for warning in config.warnings if warning not in config.unknown]:
         return warn(wrong[0], "; ".join(wrong[1:]), "localllm config edit", warnings=wrong)
     if not config.origins:
-        return ok(f"defaults; {home_short(survey.settings or settings_file())} may change them")
+        return ok(f"defaults; {home_short(survey.settings or settings_file())} can override them")
     return ok(counted(len(config.origins), "setting"), keys=sorted(config.origins))
 
 
@@ -50,10 +50,10 @@ def config_warnings(survey: Survey) -> Check:
 
 @CHECKS.add("db.ok")
 def database(survey: Survey) -> Check:
-    """Whether saved chats can be read; nothing is written."""
+    """Database of saved chats: is it readable? Nothing is written."""
     place = paths.data_dir() / "chats.db"
     if not place.exists():
-        return skip("no chat was saved yet")
+        return skip("no chats saved yet")
     try:
         with sqlite3.connect(f"{place.resolve().as_uri()}?mode=ro", uri=True, timeout=1) as opened:
             small = place.stat().st_size <= CHECKED_BYTES
@@ -68,10 +68,10 @@ def database(survey: Survey) -> Check:
 
 @CHECKS.add("folders")
 def folders(survey: Survey) -> Check:
-    """Whether our own folders (data, cache, state with the log) can be written."""
+    """Our own folders (data, cache, state with the log): are they writable?"""
     for place in (paths.data_dir(), paths.cache_dir(), paths.state_dir()):
         parent = existing(place)
         if not os.access(parent, os.W_OK | os.X_OK):
-            title = f"{home_short(parent)} cannot be written"
+            title = f"{home_short(parent)} is not writable"
             return fail(title, fix="export LOCALLLM_HOME=~/localllm", path=str(parent))
-    return ok(f"{home_short(paths.data_dir())} and its like can be written")
+    return ok(f"{home_short(paths.data_dir())} and the cache and state folders are writable")

@@ -1,1 +1,1 @@
-"""Token ids in, token ids out."""
+"""The inference engine: token ids in, token ids out."""

@@ -1,7 +1,7 @@
-"""Which adapters there are, and which have one of the model's places: the least recently used one makes room.
+"""LoRA adapters of a model: which ones are known, and which are resident. The least recently used one is evicted.
 
-Files are read in a thread of their own. A sequence whose adapter has no place waits for it, and others go by; but
-nobody who came later gets a place before it. A sequence keeps the place of its adapter until it ends.
+Files are read in a separate thread. A sequence waits while its adapter is not resident, and other sequences may pass
+it, but later arrivals never get a place before it. An adapter stays resident until its sequences end.
 """
 
 from __future__ import annotations
@@ -20,52 +20,53 @@ from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-MOST_KNOWN = 10_000  # names that may be loaded at once; their weights are not in memory
+MOST_KNOWN = 10_000  # adapters that may be known at once, not all of them resident
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter that may be asked for."""
+    """An adapter that requests may name."""
 
     name: str
     path: str
     rank: int
-    nbytes: int  # of its updates, as float32
-    base: str  # what it was trained for, as its files say
-    digest: str  # of its updates: what the prefix cache knows it by
+    nbytes: int  # bytes of its weights as float32
+    base: str  # base model according to its files
+    digest: str  # digest of its weights, part of the prefix cache's salt
 
 
 class Residents:
-    """The adapters of one model. `add`, `remove`, `find` and `known` are for any thread, all else for the engine's.
+    """The adapters of one model. `add`, `remove`, `find` and `known` may be called from any thread.
 
-    hold   gives the model's places, made when the first adapter comes
-    room   bytes that are free for its weights
+    hold   returns the model's `Adapters`, created with the first adapter
+    room   returns the free bytes for adapter weights
     """
 
     def __init__(self, hold: Callable[[], Adapters], room: Callable[[], int]) -> None:
         self._hold, self._free = hold, room
         self._lock = threading.Lock()
         self._known: dict[str, Adapter] = {}
-        self._places: dict[int, Adapter] = {}  # the last used last
+        self._places: dict[int, Adapter] = {}  # resident adapters, most recently used last
         self._loading: dict[Adapter, tuple[int, Future[AdapterWeights]]] = {}
-        self._read: dict[Adapter, AdapterWeights] = {}  # loaded by name, and not in a place yet
-        self._gone: set[Adapter] = set()  # removed, and may still have a place
+        self._read: dict[Adapter, AdapterWeights] = {}  # read by `add`, not yet resident
+        self._gone: set[Adapter] = set()  # removed, possibly still resident
         self._reader: ThreadPoolExecutor | None = None
 
     # --- called from any thread --------------------------------------------------------------------------------------
 
     def add(self, name: str, path: str) -> Adapter:
-        """Make an adapter known; all of it is read and checked.
+        """Read, check and register an adapter.
 
-        Raises InvalidRequest for a name that is taken, ModelNotFound, UnsupportedFormat or BadModelFile.
+        Raises InvalidRequest if the name is taken or invalid, OutOfMemory, ModelNotFound, UnsupportedFormat or
+        BadModelFile.
         """
         self._check_name(name)
         held = self._hold()
         file = held.open(path)
-        if 2 * file.nbytes > self._free():  # while it is read
+        if 2 * file.nbytes > self._free():  # reading needs a second copy
             need, free = 2 * file.nbytes, self._free()
             raise OutOfMemory(
-                f"the adapter {name} needs {need:,} bytes, {free:,} are free", "unload another model or adapter"
+                f"the adapter {name} needs {need:,} bytes, but {free:,} are free", "unload another model or adapter"
             )
         weights = held.read(file)
         adapter = Adapter(name, path, file.rank, file.nbytes, file.base, weights.digest)
@@ -79,14 +80,15 @@ class Residents:
     def _check_name(self, name: str) -> None:
         if name in self._known:
             hint = "unload it first, or choose another name"
-            raise InvalidRequest(f"the adapter {name!r} is loaded already", hint, param="lora_name")
+            raise InvalidRequest(f"the adapter {name!r} is already loaded", hint, param="lora_name")
         if not name or len(name) > 200 or not name.isprintable() or name != name.strip():
-            raise InvalidRequest(f"{name[:40]!r} cannot name an adapter", "use 1 to 200 characters", param="lora_name")
+            hint = "use 1 to 200 printable characters"
+            raise InvalidRequest(f"{name[:40]!r} is not a valid adapter name", hint, param="lora_name")
         if len(self._known) >= MOST_KNOWN:
-            raise InvalidRequest(f"{MOST_KNOWN:,} adapters are loaded", "unload some that nobody uses")
+            raise InvalidRequest(f"{MOST_KNOWN:,} adapters are loaded, which is the limit", "unload unused ones")
 
     def remove(self, name: str) -> None:
-        """Forget an adapter: what runs with it goes on. Raises ModelNotFound."""
+        """Remove an adapter; running sequences keep using it. Raises ModelNotFound."""
         with self._lock:
             adapter = self._known.pop(name, None)
             if adapter is not None:
@@ -96,7 +98,7 @@ class Residents:
             raise self._unknown(name)
 
     def find(self, name: str) -> Adapter:
-        """Raises ModelNotFound."""
+        """The adapter with this name. Raises ModelNotFound."""
         adapter = self._known.get(name)
         if adapter is None:
             raise self._unknown(name)
@@ -105,17 +107,17 @@ class Residents:
     def _unknown(self, name: str) -> ModelNotFound:
         names = ", ".join(list(self._known)[:8]) or "none"
         hint = "load it first: --adapter NAME=PATH, or POST /v1/load_lora_adapter"
-        return ModelNotFound(f"no adapter {name[:100]!r} is loaded; there are: {names}", hint, param="model")
+        return ModelNotFound(f"adapter {name[:100]!r} is not loaded; loaded adapters: {names}", hint, param="model")
 
     def known(self) -> list[Adapter]:
-        """In the order in which they came."""
+        """All known adapters, oldest first."""
         return list(self._known.values())
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        """Whether something was read, or is gone, since the places were settled."""
+        """True if adapters were read or removed since the last `settle`."""
         return bool(self._read or self._loading or self._gone)
 
     def settle(
@@ -124,11 +126,11 @@ class Residents:
         running: Iterable[Sequence],
         fail: Callable[[Sequence, LocalLLMError], None],
     ) -> None:
-        """Give sequences that wait the places of their adapters, as far as there are any."""
+        """Assign places to waiting sequences with resident adapters, and start reading others while places last."""
         waiting = [sequence for sequence in waiting if sequence.adapter is not None]
         used = {sequence.place for sequence in (*running, *waiting)}
         failed = self._take_read(used)
-        self._leave(used, {sequence.adapter for sequence in waiting})
+        self._free_removed(used, {sequence.adapter for sequence in waiting})
         place_of = {adapter: place for place, adapter in self._places.items()}
         for sequence in [s for s in waiting if s.place < 0]:
             adapter = sequence.adapter
@@ -136,39 +138,39 @@ class Residents:
                 fail(sequence, failed[adapter])
             elif adapter in place_of:
                 sequence.place = place_of[adapter]
-                self._places[sequence.place] = self._places.pop(sequence.place)  # the last used
+                self._places[sequence.place] = self._places.pop(sequence.place)  # most recently used
                 used.add(sequence.place)
             elif adapter not in self._loading:
-                room = self._room(used)
+                room = self._free_place(used)
                 if room is None:
                     return
                 place_of = {one: at for one, at in place_of.items() if at != room}
                 self._begin(adapter, room)
 
     def _take_read(self, used: set[int]) -> dict[Adapter, LocalLLMError]:
-        """Put what was read into its places; why the reading of others failed."""
+        """Make adapters resident that were read; returns the errors of those that failed."""
         failed: dict[Adapter, LocalLLMError] = {}
         for adapter, (place, future) in list(self._loading.items()):
             if not future.done():
                 continue
             del self._loading[adapter]
             try:
-                self._put(place, adapter, future.result())
+                self._make_resident(place, adapter, future.result())
             except LocalLLMError as error:
                 failed[adapter] = error
             except Exception as error:
-                log.exception("an adapter was not read")
+                log.exception("reading an adapter failed")
                 failed[adapter] = InternalError(f"the adapter {adapter.name} cannot be read: {error}", "see the log")
         with self._lock:
             read, self._read = self._read, {}
         for adapter, weights in read.items():
-            room = self._room(used)
+            room = self._free_place(used)
             if room is not None:
-                self._put(room, adapter, weights)
+                self._make_resident(room, adapter, weights)
         return failed
 
-    def _leave(self, used: set[int], wanted: set[Adapter]) -> None:
-        """Empty the places of removed adapters that no sequence has or waits for."""
+    def _free_removed(self, used: set[int], wanted: set[Adapter]) -> None:
+        """Free the places of removed adapters that no sequence uses or waits for."""
         with self._lock:
             gone = {adapter for adapter in self._gone if adapter not in wanted and adapter not in self._loading}
             for place, adapter in list(self._places.items()):
@@ -179,8 +181,8 @@ class Residents:
                     self._hold().put(place, None)
             self._gone -= gone
 
-    def _room(self, used: set[int]) -> int | None:
-        """A place that nobody needs, emptied of the adapter that was used least recently."""
+    def _free_place(self, used: set[int]) -> int | None:
+        """A free place, evicting the least recently used adapter if needed; None if all are in use."""
         taken = {place for place, _ in self._loading.values()}
         free = (place for place in range(MOST_ADAPTERS) if place not in self._places and place not in taken)
         place = next(free, None)
@@ -196,18 +198,18 @@ class Residents:
         self._reader = self._reader or ThreadPoolExecutor(1, "adapters")
         self._loading[adapter] = place, self._reader.submit(lambda: _read_again(held, adapter))
 
-    def _put(self, place: int, adapter: Adapter, weights: AdapterWeights) -> None:
+    def _make_resident(self, place: int, adapter: Adapter, weights: AdapterWeights) -> None:
         self._hold().put(place, weights)
         self._places[place] = adapter
 
     def clear(self) -> None:
-        """Empty all places, while no engine runs; the adapters stay known."""
+        """Free all places; the adapters stay known. Only while no engine is running."""
         for place in list(self._places):
             self._hold().put(place, None)
         self._places.clear()
 
     def close(self) -> None:
-        """End the thread that reads."""
+        """Stop the reader thread."""
         if self._reader is not None:
             self._reader.shutdown(wait=False, cancel_futures=True)
             self._reader = None
@@ -215,10 +217,10 @@ class Residents:
 
 
 def _read_again(held: Adapters, adapter: Adapter) -> AdapterWeights:
-    """The weights of one that was known before. Raises BadModelFile where they are others now."""
+    """Read a known adapter again. Raises BadModelFile if its weights have changed."""
     weights = held.read(held.open(adapter.path))
     if weights.digest != adapter.digest:
         raise BadModelFile(
-            f"the files of the adapter {adapter.name} have changed since it was loaded", "unload it, and load it again"
+            f"the files of the adapter {adapter.name} have changed since it was loaded", "unload and load it again"
         )
     return weights

@@ -1,4 +1,4 @@
-"""A step as tensors: `Step` -> `ForwardBatch`."""
+"""Converts a `Step` to tensors: `Step` -> `ForwardBatch`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class Decoding(NamedTuple):
-    """The tensors of a decode step of so many sequences, over memory that every such step writes anew."""
+    """Reusable input tensors of a decode step with a given number of sequences."""
 
     layout: struct.Struct
     memory: bytearray
-    rows: tuple[torch.Tensor, ...]  # int64 [sequences] each: token ids, positions, slots of every cache group
+    rows: tuple[torch.Tensor, ...]  # int64 [sequences] each: token ids, positions, slots per cache group
     lens: torch.Tensor  # int32 [sequences]
 
     @classmethod
@@ -36,35 +36,34 @@ class Decoding(NamedTuple):
 
 
 class BatchBuilder:
-    """Lays the scheduled tokens end to end and finds their slots.
+    """Concatenates the scheduled tokens and computes their slots.
 
-    Between steps it holds the block tables of the last decode step: they change every `page_size` tokens. What else can
-    be kept is kept: a step begins with cold caches (the weights went through them), and then the smallest tensor op
-    takes 10 to 40 us.
+    It keeps the block tables of the last decode step, which change only every `page_size` tokens, and other reusable
+    tensors: a step starts with cold caches, since the weights evicted everything, so even a tiny op takes 10 to 40 us.
     """
 
     def __init__(self, num_groups: int, page_size: int, device: torch.device) -> None:
         self.num_groups = num_groups
         self.page_size = page_size
         self.device = device
-        # whose block tables, in which version; one tensor per cache group
+        # (sequence, version) of the block tables, and one tensor per cache group
         self._tables: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
-        self._states: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # slots of the last step's sequences
-        self._adapted: tuple[list[int], np.ndarray] = ([], np.empty(0, dtype=np.int32))  # the same of their adapters
-        # by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to
+        self._states: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # state slots of the last step
+        self._adapted: tuple[list[int], np.ndarray] = ([], np.empty(0, dtype=np.int32))  # the same for adapters
+        # number of decoding sequences -> `cu_query_lens` and `logits_indices`, which are read-only
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # the same, on the CPU, where a step is over before the next one is built
+        # number of decoding sequences -> input tensors; only on the CPU, where a step ends before the next is built
         self._decoding: dict[int, Decoding] = {}
 
     def build(self, step: Step) -> ForwardBatch:
-        """Rows of logits come in the order of `step.scheduled`: all of a chunk, or its last token if it ends there."""
+        """Build the batch of a step. Logit rows follow the order of `step.scheduled` (see `row_range`)."""
         parts = step.scheduled
         if all(part.num_tokens == 1 and part.is_last_chunk for part in parts):
             return self._decode(parts)
         token_ids: list[int] = []
         for part in parts:
             known = part.sequence.token_ids[part.start : part.start + part.num_known]
-            token_ids += known or [0]  # one that is sampled now: `SampledTokens.fill` puts it here
+            token_ids += known or [0]  # a token still being sampled, which `SampledTokens.fill` inserts
             token_ids += part.drafts
         positions = np.concatenate([np.arange(p.start, p.start + p.num_tokens, dtype=np.int64) for p in parts])
         query_lens = tuple(p.num_tokens for p in parts)
@@ -93,7 +92,7 @@ class BatchBuilder:
         )
 
     def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
-        """One token each, and its logits: the step that runs most often."""
+        """Build a pure decode step with one token per sequence, the most frequent kind."""
         ids: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -134,7 +133,7 @@ class BatchBuilder:
         )
 
     def _places(self, parts: list[Scheduled]) -> np.ndarray | None:
-        """int32 [num_seqs]: where the adapters are, the same array while it says the same; None where none is."""
+        """int32 [num_seqs]: places of the adapters, reusing the last array if equal; None without adapters."""
         places = [part.sequence.place for part in parts]
         if max(places) < 0:
             return None
@@ -143,7 +142,7 @@ class BatchBuilder:
         return self._adapted[1]
 
     def _slots(self, parts: list[Scheduled]) -> torch.Tensor | None:
-        """int64 [num_seqs], the same tensor while it says the same; None of a model without states."""
+        """int64 [num_seqs]: state slots, reusing the last tensor if equal; None for models without recurrent layers."""
         held = [part.sequence.slot for part in parts]
         if min(held) < 0:
             return None
@@ -157,7 +156,7 @@ class BatchBuilder:
         """(token ids, positions and each group's slots, int64 [sequences]), (lengths, int32 [sequences])"""
         count = len(ids)
         if self.device.type != "cpu":
-            # rows of whole 16 bytes: kernels are compiled again for an address that is not a multiple of them
+            # align rows to 16 bytes, because Triton compiles another kernel variant for unaligned addresses
             rows = np.zeros((2 + len(slots), count + count % 2), dtype=np.int64)
             rows[:, :count] = [ids, positions, *slots]
             return self._tensor(rows)[:, :count].unbind(0), self._tensor(np.array(lengths, dtype=np.int32))
@@ -175,7 +174,7 @@ class BatchBuilder:
         return AttentionInputs(self._tensor(table), self._tensor(slots))
 
     def _table(self, parts: list[Scheduled], group: int) -> np.ndarray:
-        """int32 [num_seqs, max_pages], -1 past the end of a sequence."""
+        """int32 [num_seqs, max_pages]: block tables, padded with -1."""
         tables = [p.sequence.block_tables[group] for p in parts]
         table = np.full((len(parts), max(len(t) for t in tables)), -1, dtype=np.int32)
         for row, pages in zip(table, tables, strict=True):
@@ -187,7 +186,7 @@ class BatchBuilder:
 
 
 def image_rows(parts: list[Scheduled]) -> Iterator[ImageRows]:
-    """The images of a step, or what of them it computes."""
+    """The images of a step, cut to the rows that it computes."""
     row = 0
     for index, part in enumerate(parts):
         end = part.start + part.num_tokens
@@ -200,10 +199,10 @@ def image_rows(parts: list[Scheduled]) -> Iterator[ImageRows]:
 
 
 def turned_positions(parts: list[Scheduled], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """What keys turn by, int64 [num_tokens], and where images differ in rows and columns those, int64 [2, num_tokens].
+    """RoPE positions int64 [num_tokens], plus rows and columns int64 [2, num_tokens] if images have a grid (M-RoPE).
 
-    All tokens of an image stand at one time, its rows and columns count on from there, and what follows comes after the
-    larger of both. `positions` are the tokens' places in their sequences.
+    All tokens of an image share one temporal position; rows and columns count up from there, and the text after it
+    continues after the larger of them. `positions` are the tokens' indices in their sequences.
     """
     if all(image.grid is None for part in parts for image in part.sequence.request.images):
         return positions, None
@@ -224,10 +223,10 @@ def turned_positions(parts: list[Scheduled], positions: np.ndarray) -> tuple[np.
 
 
 def row_range(part: Scheduled, start: int) -> range:
-    """The token rows, counted over the batch, whose logits `part` needs when its first token is row `start`."""
+    """The rows of the batch whose logits `part` needs, if its first token is row `start`."""
     end = start + part.num_tokens
     if part.sequence.wants_all_rows:
-        if part.start + part.num_tokens > part.sequence.num_prompt_tokens:  # decoding: only what is new
+        if part.start + part.num_tokens > part.sequence.num_prompt_tokens:  # decoding: only the new tokens
             return range(end - 1 - len(part.drafts), end)
         return range(start, end)
     return range(end - 1 - len(part.drafts), end) if part.is_last_chunk else range(0)

@@ -1,9 +1,9 @@
-"""Decode steps captured as CUDA graphs, one per number of tokens, and replayed: no launch costs, no Python in between.
+"""Decode steps captured as CUDA graphs, one per number of tokens: a replay has no launch or Python overhead.
 
-A graph reads fixed input buffers (`DecodeInputs`) and leaves its results in fixed outputs. Attention takes every token
-as a sequence of its own, so a step with guessed tokens is a decode step of more rows; only layers that keep states need
-graphs that know which tokens follow each other (`Shape.several`). Eager mode stays the oracle: what is not captured, or
-cannot be, runs there, and `failure` says why.
+A graph reads fixed input buffers (`DecodeInputs`) and writes fixed outputs. Attention treats every token as its own
+sequence, so a verification step is a decode step with more rows; only recurrent layers need graphs that know which
+tokens follow each other (`Shape.several`). Steps without a graph run eagerly, which also is the reference for tests;
+`failure` says why a capture failed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .scheduler import Scheduled
 
 log = logging.getLogger(__name__)
 
-WARM_RUNS = 2  # eager runs before a capture: kernels compile, libraries take their workspaces
+WARM_RUNS = 2  # eager runs before a capture, to compile kernels and allocate library workspaces
 Run = Callable[[], tuple[Tensor, ...]]
 Captured = tuple[tuple[Tensor, ...], Callable[[], None]]  # (outputs, replay)
 
 
 class Shape(NamedTuple):
-    """What a graph has room for.
+    """The capacity of a graph.
 
     rows     tokens
-    several  some sequences have several of them, and layers keep states: at least one sequence less than tokens
+    several  some sequences have several tokens, in a model with recurrent layers: at most rows - 1 sequences
     """
 
     rows: int
@@ -47,13 +47,13 @@ class Shape(NamedTuple):
 
 
 def shapes_of(sizes: Iterable[int], guess_sizes: Iterable[int], keeps_states: bool) -> tuple[Shape, ...]:
-    """Of decode steps of so many sequences, and of steps with guesses of so many tokens."""
+    """The shapes of decode steps (`sizes`, sequences) and of verification steps (`guess_sizes`, tokens)."""
     return tuple(sorted({*map(Shape, sizes), *(Shape(size, keeps_states) for size in guess_sizes)}))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One captured graph: `outputs` are what `DecodeGraphs` was told to compute, a row a token."""
+    """One captured graph; `outputs` are the results of `DecodeGraphs.compute`, one row per token."""
 
     shape: Shape
     outputs: tuple[Tensor, ...]
@@ -61,11 +61,11 @@ class Bucket:
 
 
 class CudaCapture:
-    """Captures into one memory pool, shared by all buckets: only one of them runs at a time.
+    """Captures graphs into one memory pool shared by all buckets, since only one of them runs at a time.
 
-    Another engine of this process may decode meanwhile. What runs here runs on the stream of all steps, since kernels
-    that count their finished programs share the counters of a card. One capture waits for another, since torch has one
-    stream for them all.
+    Another engine of this process may decode meanwhile. Captures use the same stream as all steps, because kernels that
+    count their finished programs share one set of counters per GPU. Captures wait for each other, because torch has a
+    single capture stream.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class CudaCapture:
         for _ in range(WARM_RUNS):
             run()
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        # a capture that cannot end leaves its stream current; `stream` restores the one before it. Other threads (a
-        # tokenizer, an interface) may call into CUDA meanwhile: only this one is watched
+        # `stream` restores the current stream if a capture fails to end. "thread_local" allows CUDA calls from other
+        # threads (tokenizer, interface) during the capture.
         with (
             one_capture,
             torch.cuda.stream(current),
@@ -87,12 +87,12 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The graphs of one model, or of its head.
+    """The graphs of one model, or of its MTP head.
 
-    compute  from a batch, in fixed memory, to a row of each output for every token
-    shapes   what to capture
-    capture  `CudaCapture()`, or what tests have in its place
-    keeps_states  whether a graph must know which tokens follow each other
+    compute       maps a batch in fixed memory to outputs with one row per token
+    shapes        shapes to capture
+    capture       `CudaCapture()`, or a replacement in tests
+    keeps_states  the model has recurrent layers, so graphs must know which tokens follow each other
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class DecodeGraphs:
         self.shapes = shapes
         self.capture_run = capture
         self._keeps_states = keeps_states
-        self.buckets: tuple[Bucket, ...] = ()  # what was captured, ascending
-        self.failure = ""  # why a bucket was not captured; larger ones take its steps, or they run eagerly
+        self.buckets: tuple[Bucket, ...] = ()  # captured graphs, ascending
+        self.failure = ""  # why a capture failed; its steps use a larger graph or run eagerly
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ class DecodeGraphs:
         shapes: tuple[Shape, ...],
         capture: Callable[[Run], Captured],
     ) -> DecodeGraphs:
-        """Of a whole model: hidden states before the last norm, and logits."""
+        """Graphs of a whole model, with hidden states before the final norm and logits as outputs."""
 
         def compute(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             hidden = model.forward(batch, cache)
@@ -130,7 +130,7 @@ class DecodeGraphs:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """A capture that fails is told as `failure`: what belongs to it is launched instead."""
+        """Context that records a failed capture in `failure` instead of raising."""
         try:
             yield
         except Exception as error:
@@ -138,17 +138,17 @@ class DecodeGraphs:
                 self.failure,
                 f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             )
-            if not known:  # the others fail for the same reason
+            if not known:  # later ones fail for the same reason
                 log.warning("CUDA graphs: %s", self.failure, exc_info=error)
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """Tokens of each graph, ascending."""
+        """Numbers of tokens with a graph, ascending."""
         return tuple(sorted({bucket.shape.rows for bucket in self.buckets}))
 
     @property
     def note(self) -> str:
-        """For the run summary: what is captured, or why not."""
+        """The captured sizes or the failure, for the run summary."""
         if self.failure:
             rest = f", {', '.join(map(str, self.captured))} captured" if self.captured else ""
             return f"CUDA graphs failed ({self.failure}){rest}"
@@ -158,19 +158,19 @@ class DecodeGraphs:
     def capture(
         self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
     ) -> tuple[Shape, ...]:
-        """Capture buckets anew, the largest first: the smaller ones fit into its memory. Failures are noted.
+        """Capture graphs, largest first, so that smaller ones fit into its memory. Failures are recorded.
 
-        left   which; None: all
-        stop   asked before each: what is left then keeps the graph it had
+        left   shapes to capture; None for all
+        stop   checked before each capture; remaining shapes keep their old graphs
 
-        Returns the shapes that are left.
+        Returns the remaining shapes.
         """
         waiting = sorted(self.shapes if left is None else left, reverse=True)
         if len(waiting) == len(self.shapes):
             self.failure = ""
         while waiting and not stop():
             shape = waiting.pop(0)
-            self.buckets = tuple(bucket for bucket in self.buckets if bucket.shape != shape)  # its memory goes first
+            self.buckets = tuple(bucket for bucket in self.buckets if bucket.shape != shape)  # free its memory first
             self.inputs.load((), rows=shape.rows)
             batch = self.inputs.batch(*shape)
             with self.noting(f"batch {shape.rows}"):
@@ -180,9 +180,9 @@ class DecodeGraphs:
         return tuple(waiting)
 
     def bucket(self, parts: Many[Scheduled]) -> Bucket | None:
-        """The smallest graph for a step of sequences that decode, none with an adapter; None where there is none.
+        """The smallest graph that can run a step of decoding sequences without adapters; None if there is none.
 
-        A piece of a prompt can be one token, too: not of one with images, which no graph reads.
+        A single prompt token also qualifies, unless the prompt has images, which graphs do not support.
         """
         rows = sum(part.num_tokens for part in parts)
         several = self._keeps_states and rows > len(parts)
@@ -200,10 +200,10 @@ class DecodeGraphs:
         before: SampledTokens | None = None,
         ids: Many[int] | Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of the bucket, whose first rows are the parts' tokens, valid until the next replay of any.
+        """Replay a graph for these parts; its outputs are valid until the next replay of any graph.
 
-        before   gives tokens that are not known yet
-        ids      to read in place of the parts' own tokens
+        before   provides tokens not yet known on the host
+        ids      replaces the parts' own tokens
         """
         self.inputs.load(parts, before, bucket.shape.rows, ids)
         bucket.replay()

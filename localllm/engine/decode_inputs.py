@@ -1,9 +1,9 @@
-"""The inputs of decode steps in memory that stays where it is, as captured graphs need it.
+"""Inputs of decode steps in fixed memory, as captured graphs need them.
 
-A row is a token with a length and a block table of its own, so that tokens of one sequence may stand in rows side by
-side: all keys of a layer are written before attention reads any. One small copy to the device a step; rows of block
-tables follow only when a sequence got or lost a page, or other rows. Rows of a bucket that no sequence fills compute a
-token of their own, whose key and value go to a page that belongs to nobody.
+Each row is a token with its own length and block table, so several tokens of one sequence can take adjacent rows: a
+layer writes all keys before attention reads any. A step needs one small copy to the device; block tables are copied
+only when a sequence's pages or rows change. Padding rows of a bucket compute a dummy token that writes to a scratch
+page.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 from .sequence import Sequence
 
-# rows of the small buffer; one row of slots per cache group, and one of states
+# rows of the small buffer, followed by one row of KV slots per cache group and one of state slots
 TOKEN, POSITION, LENGTH, STARTS, SLOTS = range(5)
 
 
 class DecodeInputs:
-    """Buffers for up to `most` tokens.
+    """Input buffers for up to `most` tokens.
 
-    max_context   tokens a sequence may hold
-    scratch       per cache group: the page that belongs to nobody
-    scratch_slot  the same of the states' slots; -1 of a model without states
+    max_context   maximum tokens per sequence
+    scratch       scratch page per cache group
+    scratch_slot  scratch state slot; -1 for models without recurrent layers
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class DecodeInputs:
         self.scratch = tuple(scratch)
         self.device = torch.device(device)
         width = -(-max_context // page_size)
-        self.states = SLOTS + len(self.scratch)  # the row of the states' slots
+        self.states = SLOTS + len(self.scratch)  # the row of state slots
         self.has_states = scratch_slot >= 0
         self._small = torch.zeros((self.states + 1, most), dtype=torch.int64, device=self.device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._rows = torch.arange(most, dtype=torch.int64, device=self.device)
         self._tables = [torch.full((most, width), -1, dtype=torch.int32, device=self.device) for _ in self.scratch]
-        # per row: whose block table lies there, in which version; None: the scratch page
+        # per row: (sequence, version) of the block table there; None for the scratch page
         self._held: list[tuple[int, int] | None] = [(0, 0)] * most
         self._idle = np.zeros((self.states + 1, most), dtype=np.int64)
         self._idle[self.states] = scratch_slot
@@ -69,10 +69,10 @@ class DecodeInputs:
         rows: int = 0,
         ids: Many[int] | Tensor | None = None,
     ) -> None:
-        """Take the tokens of a step, `rows` at most, into the first rows; the others become idle.
+        """Load the tokens of a step into the first rows; the rest, up to `rows`, become padding.
 
-        before   gives tokens that are not known yet, one for each part
-        ids      in place of the parts' own tokens; a tensor is on the device
+        before   provides tokens not yet known on the host, one per part
+        ids      replaces the parts' own tokens; a tensor must be on the device
         """
         small = self._idle.copy()
         lengths, starts = small.view(np.int32)[LENGTH], small.view(np.int32)[STARTS]
@@ -82,7 +82,7 @@ class DecodeInputs:
             small[self.states, number] = sequence.slot
             starts[number] = row
             own = [*sequence.token_ids[part.start : part.start + part.num_known], *part.drafts]
-            small[TOKEN, row : row + len(own)] = own  # none where its one token is not known yet
+            small[TOKEN, row : row + len(own)] = own  # empty if its only token is not known yet
             for at in range(part.start, part.start + part.num_tokens):
                 page, offset = divmod(at, self.page_size)
                 small[POSITION, row] = at + sequence.shift
@@ -93,7 +93,7 @@ class DecodeInputs:
                 row += 1
             self._load_tables(row - part.num_tokens, row, part.sequence)
         starts[len(parts)] = row
-        starts[len(parts) + 1 :] = rows  # idle rows are one sequence, and there may be empty ones behind it
+        starts[len(parts) + 1 :] = rows  # padding rows form one sequence, possibly followed by empty ones
         self._load_tables(row, max(row, rows), None)
         if ids is not None and not isinstance(ids, Tensor):
             small[TOKEN, :row] = ids
@@ -104,7 +104,7 @@ class DecodeInputs:
             before.fill(self._small[TOKEN], parts)
 
     def _load_tables(self, first: int, end: int, sequence: Sequence | None) -> None:
-        """Give rows [first, end) the block tables of a sequence, or the scratch page: one copy a cache group."""
+        """Load a sequence's block tables, or the scratch page, into rows [first, end): one copy per cache group."""
         key = None if sequence is None else (sequence.number, sequence.table_version)
         if all(held == key for held in self._held[first:end]):
             return
@@ -118,11 +118,11 @@ class DecodeInputs:
     def _copy(self, target: Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)
         if self.device.type != "cpu":
-            source = source.pin_memory()  # the allocator of pinned memory keeps it until the copy is done
+            source = source.pin_memory()  # the pinned-memory allocator keeps it alive until the copy is done
         target.copy_(source, non_blocking=True)
 
     def batch(self, bucket: int, several: bool = False) -> ForwardBatch:
-        """The first `bucket` rows as a batch: the same tensors every time; `several` as of `cuda_graph.Shape`."""
+        """The first `bucket` rows as a batch over the same tensors every time; `several` as in `cuda_graph.Shape`."""
         small = self._small[:, :bucket]
         groups = tuple(
             AttentionInputs(table[:bucket], small[SLOTS + group]) for group, table in enumerate(self._tables)

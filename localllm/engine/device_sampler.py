@@ -1,7 +1,7 @@
-"""Sampling where the logits are: wishes of every row in fixed buffers, one op, no waiting before the next step.
+"""The sampler on the device: parameters of every row in fixed buffers, one op, and no sync before the next step.
 
-Rows that only the host can sample (typical-p, DRY, XTC) get their token from the eager sampler, from the same logits;
-the others do not notice.
+Rows that only the host can sample (typical-p, DRY, XTC) get their token from the host sampler and the same logits,
+without affecting the other rows.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .sequence import Sequence
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 NUMBERS = attrgetter("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 IDLE_NUMBERS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
-IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)  # of a row that nobody waits for: greedy, nothing counted
+IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)  # for padding rows: greedy, no token counts
 
 
 def has_device_form(sequence: Sequence) -> bool:
-    """Whether the op can do all that a sequence wishes."""
+    """True if the op supports all sampling parameters of a sequence."""
     params = sequence.params
     return (
         params.typical_p == 1
@@ -57,7 +57,7 @@ def has_device_form(sequence: Sequence) -> bool:
 
 
 def can_look_ahead(sequence: Sequence) -> bool:
-    """Whether what it wishes of the tokens behind its next one does not depend on that one."""
+    """True if the parameters of later tokens do not depend on the next one, so draft rows can be sampled at once."""
     params = sequence.params
     return (
         has_device_form(sequence)
@@ -68,9 +68,9 @@ def can_look_ahead(sequence: Sequence) -> bool:
 
 
 class DeviceSampler:
-    """Draws tokens for up to `most` sequences at once; more go through in pieces.
+    """Samples up to `most` sequences at once, and more of them in pieces.
 
-    rows   of the largest graph, where that is more
+    rows   rows of the largest graph, if more than `most`
     """
 
     def __init__(self, op: SampleOp, most: int, vocab_size: int, device: torch.device, rows: int = 0) -> None:
@@ -82,13 +82,16 @@ class DeviceSampler:
         self.inputs = SamplingInputs.empty(rows, most, vocab_size, device)
         self._numbers = self._idle_numbers = np.array([IDLE_NUMBERS] * rows, dtype=np.float32)
         self._integers = self._idle_integers = np.array([IDLE_INTEGERS] * rows, dtype=np.int64)
-        # per row of the history: the sequence counted there, how many tokens it will have, and how many were respelled
+        # per row of token counts: (sequence, its number of tokens after this step, its number of respelled tokens)
         self._slots: list[tuple[int, int, int]] = [(0, 0, 0)] * most
-        # by shape of the bucket, with cuts or without: the logits that a graph reads, what it leaves, and what runs it
+        # (shape, with cuts) -> (logits that the graph reads, its outputs, its replay)
         self._graphs: dict[tuple[Shape, bool], tuple[Tensor, Sampled, Callable[[], None]]] = {}
 
     def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
-        """A graph for every bucket's logits that has none, with cuts and without. Raises what the capture raises."""
+        """Capture missing graphs for every bucket's logits, with and without top-k/top-p cuts.
+
+        Raises what the capture raises.
+        """
         logits = {bucket.shape: bucket.outputs[1] for bucket in buckets}
         known = {key: graph for key, graph in self._graphs.items() if logits.get(key[0]) is graph[0]}
         self._graphs = {}
@@ -113,12 +116,12 @@ class DeviceSampler:
         shape: Shape | None = None,
         ahead: Many[int] = (),
     ) -> SampledTokens:
-        """One token for each of `sequences`.
+        """Sample a token for each of `sequences`.
 
         logits   float32 [n, vocab]
         rows     the row of each sequence; several may share one
-        shape    of the graph that `logits` are the output of, None for none
-        ahead    of each, how many tokens come before this one that it does not have yet (`can_look_ahead`); () for none
+        shape    shape of the graph that produced `logits`; None without a graph
+        ahead    per sequence, the number of draft tokens before this one (`can_look_ahead`); () for none
         """
         ahead = ahead or [0] * len(sequences)
         if shape is not None and len(set(rows)) == len(rows) and (shape, True) in self._graphs:
@@ -126,13 +129,13 @@ class DeviceSampler:
         pieces = []
         for at in range(0, len(sequences), self._most):
             here = slice(at, at + self._most)
-            pieces.append(self._piece(self._chosen(logits, rows[here]), None, sequences[here], ahead[here]))
+            pieces.append(self._piece(self._select(logits, rows[here]), None, sequences[here], ahead[here]))
         if len(pieces) == 1:
             return pieces[0]
         return SampledTokens(sequences, lambda: [result for piece in pieces for result in piece.results()])
 
-    def _chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """These rows. A list as an index would be sent to the card by a copy that waits for it."""
+    def _select(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """Select rows. Indexing with a list would copy it to the device synchronously."""
         first = rows[0]
         if rows == list(range(first, first + len(rows))):
             return logits[first : first + len(rows)]
@@ -189,7 +192,7 @@ class DeviceSampler:
         return SampledTokens(sequences, wait, out.token_ids, rows)
 
     def _on_host(self, logits: Tensor, place: int, sequence: Sequence) -> RowResult:
-        """A row of the eager sampler, or what its mask raised."""
+        """Sample a row on the host; returns the exception if it fails."""
         try:
             row = logits[place].to("cpu", copy=True)
             token = sample_row(row.clone(), sequence)
@@ -201,7 +204,7 @@ class DeviceSampler:
     # --- buffers -----------------------------------------------------------------------------------------------------
 
     def _load(self, places: list[int], sequences: list[Sequence], ahead: Many[int]) -> bool:
-        """Write the wishes of rows into the buffers, -1 for none; whether any of them cuts."""
+        """Write the parameters of rows (-1 for none) into the buffers; True if any row uses top-k or top-p."""
         numbers, integers = self._idle_numbers.copy(), self._idle_integers.copy()
         mine = {s.number for s in sequences}
         for place, sequence, more in zip(places, sequences, ahead, strict=True):
@@ -239,7 +242,7 @@ class DeviceSampler:
             self.inputs.masks[place].copy_(from_host(sequence.mask_row, torch.int32, self._device), non_blocking=True)
 
     def _slot(self, sequence: Sequence, mine: set[int]) -> int:
-        """The row that counts a sequence's tokens: the op counts what it samples, all else is written anew."""
+        """The row with a sequence's token counts. The op counts what it samples; other changes rewrite the row."""
         numbers = [number for number, _, _ in self._slots]
         if sequence.number in numbers:
             slot = numbers.index(sequence.number)

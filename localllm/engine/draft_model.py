@@ -1,7 +1,7 @@
-"""A smaller model of the same vocabulary guesses: its likeliest tokens, computed for all sequences of a step at once.
+"""Drafts by a smaller model with the same vocabulary, greedily, for all sequences of a step at once.
 
-It has pages of its own with a prefix tree over them, and follows a sequence when it is asked: what it computed for
-wrong guesses is dropped, what is missing (a prompt, tokens that were not guessed) is computed first, a chunk at a time.
+It has its own pages with a prefix tree, and follows a sequence only when asked for a draft: it discards what it
+computed for rejected tokens, then catches up on missing ones (a prompt, tokens not drafted), a chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from .runner import Runner
 from .scheduler import Scheduled, Step
 from .sequence import Sequence, SequenceState
 
-CATCH_UP = 512  # tokens computed at once for sequences that are behind
+CATCH_UP = 512  # most tokens per step for sequences that are behind
 QUIET = SamplingParams(temperature=0)
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """A sequence as the drafter knows it.
+    """The draft model's copy of a sequence.
 
-    own     its tokens with guesses behind them, in the drafter's pages
-    agreed  how many of them are the sequence's, as of the last time
-    kept    the slot with the states behind those, while guesses are computed in another one
+    own     the sequence's tokens followed by drafts, in the draft model's pages
+    agreed  number of tokens shared with the sequence at the last update
+    kept    slot of the states after those tokens, while drafts are computed in another slot
     """
 
     sequence: Sequence
     own: Sequence
     agreed: int = 0
     kept: int = -1
-    is_out: bool = False  # holds a token that the drafter does not know, or is longer than its context
+    is_out: bool = False  # contains a token outside the draft model's vocabulary
 
 
 class DraftModel:
-    """A `PaidDrafter` over a model, a cache and pages that nobody else uses.
+    """A `PaidDrafter` with its own model, cache and pages.
 
-    num_pages      of each of the model's cache groups
-    num_sequences  that it follows at once; where its layers keep a state, the cache has twice as many slots
-    max_context    tokens that it can follow
-    vocab_size     ids below this may be guessed
+    num_pages      pages per cache group of the draft model
+    num_sequences  most sequences it follows at once; with recurrent layers, the cache has twice as many slots
+    max_context    maximum context of the draft model
+    vocab_size     vocabulary of the target model; only lower ids may be drafted
     """
 
     name = "draft"
@@ -62,35 +62,35 @@ class DraftModel:
         self._num_sequences = num_sequences
         self.max_context = max_context
         self._known_ids, self._vocab_size = runner.vocab_size, vocab_size
-        self._shadows: dict[int, _Shadow] = {}  # by the sequence's number, the one asked for longest ago first
+        self._shadows: dict[int, _Shadow] = {}  # by sequence number, least recently used first
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of its pages and slots, used or not."""
+        """Bytes of all its pages and slots, used or not."""
         return self.runner.cache.nbytes
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
-        """The likeliest tokens one after the other; none for a sequence that it has not caught up with."""
+        """Draft greedily; empty for sequences that it has not caught up with."""
         for shadow in [s for s in self._shadows.values() if s.sequence.state is SequenceState.FINISHED]:
-            self._agree(shadow)  # the tree keeps what a next turn begins with
-            self._forget(shadow)
-        shadows = [self._follow(sequence) for sequence in sequences]
+            self._sync(shadow)  # so that its tree has the prefix of the next turn
+            self._drop(shadow)
+        shadows = [self._shadow_of(sequence) for sequence in sequences]
         wanted = {id(s): count for s, count in zip(shadows, counts, strict=True) if count and not s.is_out}
-        self._guess(list(self._admitted(shadows, wanted)), wanted)
+        self._draft_tokens(list(self._admitted(shadows, wanted)), wanted)
         return [tuple(shadow.own.token_ids[shadow.agreed :]) for shadow in shadows]
 
-    def _follow(self, sequence: Sequence) -> _Shadow:
+    def _shadow_of(self, sequence: Sequence) -> _Shadow:
         shadow = self._shadows.pop(sequence.number, None)
         if shadow is None:
             request = Request(list(sequence.token_ids), QUIET, cache_salt=sequence.request.cache_salt)
             shadow = _Shadow(sequence, Sequence(request, 0, len(self.pages.pools), 0, 0))
             self.pages.attach_prefix(shadow.own)
-        self._shadows[sequence.number] = shadow  # the latest last
-        self._agree(shadow)
+        self._shadows[sequence.number] = shadow  # most recently used last
+        self._sync(shadow)
         return shadow
 
-    def _agree(self, shadow: _Shadow) -> None:
-        """Its tokens are the sequence's as they are now; what was computed for others is dropped."""
+    def _sync(self, shadow: _Shadow) -> None:
+        """Update a shadow to the sequence's present tokens, discarding what was computed for rejected ones."""
         own, ids, at = shadow.own, shadow.sequence.token_ids, shadow.agreed
         while at < min(len(ids), own.num_tokens) and ids[at] == own.token_ids[at]:
             at += 1
@@ -102,7 +102,7 @@ class DraftModel:
         self.pages.commit(own)
 
     def _admitted(self, shadows: list[_Shadow], wanted: dict[int, int]) -> Iterator[tuple[_Shadow, int]]:
-        """Those with room for what is wanted of them, with the tokens of the first pass: at most CATCH_UP in all."""
+        """The shadows that fit, each with its tokens in the first pass, at most CATCH_UP in total."""
         left = CATCH_UP
         for shadow in sorted(shadows, key=lambda one: one.own.num_uncomputed_tokens):
             own = shadow.own
@@ -116,16 +116,16 @@ class DraftModel:
             yield shadow, count
 
     def _has_room(self, own: Sequence, end: int, asked: list[_Shadow]) -> bool:
-        """Whether it has a slot and pages for `end` tokens now, taken from those that nobody asks for if need be."""
+        """Allocate a slot and pages for `end` tokens, dropping shadows not in `asked` if needed; False if too few."""
         others = [shadow for shadow in self._shadows.values() if shadow not in asked]
         while not (self.pages.take_slot(own) and self.pages.extend(own, end)):
             if not others:
                 return False
-            self._forget(others.pop(0))
+            self._drop(others.pop(0))
         return True
 
-    def _guess(self, parts: list[tuple[_Shadow, int]], wanted: dict[int, int]) -> None:
-        """Compute what is missing, then a token after the other where one is wanted."""
+    def _draft_tokens(self, parts: list[tuple[_Shadow, int]], wanted: dict[int, int]) -> None:
+        """Catch up, then draft one token after another."""
         aside: list[_Shadow] = []
         while parts:
             step = Step([Scheduled(shadow.own, shadow.own.num_computed_tokens, count) for shadow, count in parts])
@@ -137,7 +137,7 @@ class DraftModel:
             best = (output.best(rows) or output.logits(rows).argmax(-1).tolist()) if ready else []
             if self._keeps_states and not aside:
                 aside = ready
-                self._set_aside(aside)
+                self._use_scratch_slots(aside)
             parts = []
             for shadow, token in zip(ready, best, strict=True):
                 if not 0 <= token < self._vocab_size:
@@ -145,17 +145,17 @@ class DraftModel:
                 shadow.own.token_ids.append(token)
                 if shadow.own.num_tokens - shadow.agreed < wanted[id(shadow)]:
                     parts.append((shadow, 1))
-        for shadow in aside:  # what was computed for guesses is forgotten: their states do not go back
+        for shadow in aside:  # restore the states from before the drafts, which cannot be rolled back
             shadow.own.slot = shadow.kept
             shadow.own.num_computed_tokens = shadow.agreed
 
-    def _set_aside(self, shadows: list[_Shadow]) -> None:
-        """Let guesses be computed on copies of the states."""
+    def _use_scratch_slots(self, shadows: list[_Shadow]) -> None:
+        """Compute drafts on copies of the states."""
         for number, shadow in enumerate(shadows, self._num_sequences):
             shadow.kept = shadow.own.slot
             self.runner.cache.copy_slot(shadow.kept, number)
             shadow.own.slot = number
 
-    def _forget(self, shadow: _Shadow) -> None:
+    def _drop(self, shadow: _Shadow) -> None:
         self.pages.release(shadow.own)
         del self._shadows[shadow.sequence.number]

@@ -1,7 +1,7 @@
-"""`Drafter`: guesses what comes next in an answer, for the model to check many tokens at once. No torch.
+"""Drafter protocols, and the n-gram drafter (prompt lookup). No torch.
 
-The one in this file knows no language: it looks where the last tokens stood before, in the prompt or in the answer, and
-proposes what followed them there. Its guesses take no time worth counting. A `PaidDrafter` computes: `draft_model`.
+`NgramDrafter` finds an earlier occurrence of the last tokens in the prompt or the answer, and proposes the tokens that
+followed it there. Its cost is negligible. A `PaidDrafter`, such as `draft_model`, takes time to compute its drafts.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol, runtime_checkable
 
 from .sequence import Sequence
 
-MOST_DRAFTS = 32  # tokens proposed in one step, over all sequences
-LONGEST_MATCH = 32  # tokens: a longer one tells no more
+MOST_DRAFTS = 32  # most draft tokens per step, over all sequences
+LONGEST_MATCH = 32  # tokens; a longer match is no better evidence
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may come next.
+    """A draft.
 
-    evidence  how much speaks for it: how many tokens before it are the same as where it was found
+    evidence  length of the match before it, in tokens; a longer match makes the draft more likely to be right
     """
 
     token_ids: tuple[int, ...]
@@ -29,44 +29,44 @@ class Guess:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens; it may be wrong, and is asked after every step, whether its guesses are used or not."""
+    """Proposes tokens at no cost, and is called after every step, whether or not its drafts are used."""
 
     name: str
 
     def guess(self, sequence: Sequence) -> Guess | None:
-        """What may follow the tokens that `sequence` has now."""
+        """Draft the continuation of a sequence; None if there is no match."""
 
 
 @runtime_checkable
 class PaidDrafter(Protocol):
-    """Proposes tokens, and takes time for it: it is asked where that is expected to pay."""
+    """Proposes tokens at a cost, and is called only when that is expected to pay off."""
 
     name: str
-    deep: int  # tokens bought of it where nobody asks whether they pay
-    share: float  # of a step's time that one more token of every sequence takes, before it was measured
+    deep: int  # draft tokens per sequence in mode "always"
+    share: float  # assumed cost of one token per sequence, as a fraction of a step's time, until measured
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what it keeps of sequences, used or not."""
+        """Bytes of its state for sequences, used or not."""
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
-        """What may follow the tokens of each sequence: at most so many, none where it cannot tell."""
+        """Draft at most `counts` tokens for each sequence; empty if it cannot."""
 
 
 @dataclass(slots=True)
-class _Places:
-    """Where each two and each three successive tokens of a sequence end, the last time they came."""
+class _NgramIndex:
+    """Index of a sequence: where each bigram and trigram last ended."""
 
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     triples: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    known: int = 0  # tokens that were looked at
-    source: int = -1  # where the last guess was read, less what came since
-    matched: int = 0  # tokens before `source` that equal the last ones
+    known: int = 0  # tokens already indexed
+    source: int = -1  # position of the current match's continuation; -1 for none
+    matched: int = 0  # length of the match before `source`
 
     def read(self, ids: list[int]) -> None:
-        """Enter what has a successor: all tokens but the last."""
+        """Index all tokens but the last, which has no continuation yet."""
         new = ids[max(0, self.known - 3) : -1]
-        after = len(ids) - len(new) + 1  # the place behind the first two of them
+        after = len(ids) - len(new) + 1  # the position after the first bigram
         self.pairs.update(zip(zip(new, new[1:], strict=False), range(after, len(ids)), strict=True))
         threes = zip(new, new[1:], new[2:], strict=False)
         self.triples.update(zip(threes, range(after + 1, len(ids)), strict=False))
@@ -74,16 +74,16 @@ class _Places:
 
 
 class NgramDrafter:
-    """What followed the last tokens where they stood before: in an edit, most of the answer."""
+    """Drafts the tokens that followed an earlier occurrence of the last ones. For edits, this is most of the answer."""
 
     name = "n-gram"
 
     def guess(self, sequence: Sequence) -> Guess | None:
-        """The text behind the last place of the longest match that was found; a place that goes on well is kept."""
+        """Draft from the latest occurrence of the last trigram or bigram, and stay with a match while it is right."""
         ids = sequence.token_ids
-        places: _Places | None = sequence.places
+        places: _NgramIndex | None = sequence.places
         if places is None:
-            places = sequence.places = _Places()
+            places = sequence.places = _NgramIndex()
         before, count = places.known, len(ids)
         source, matched = places.source, places.matched
         for token in ids[before:] if source >= 0 else ():
@@ -96,18 +96,18 @@ class NgramDrafter:
             source = places.triples.get((ids[-3], ids[-2], ids[-1]), -1)
             if source < 0:
                 source = places.pairs.get((ids[-2], ids[-1]), -1)
-            matched = _matched(ids, source) if source >= 0 else 0
+            matched = _match_length(ids, source) if source >= 0 else 0
         places.source, places.matched = source, matched
         if source < 0:
             return None
         found = ids[source : source + MOST_DRAFTS]
-        while len(found) < MOST_DRAFTS:  # it reaches the end: what repeats goes round
+        while len(found) < MOST_DRAFTS:  # the continuation reaches the end of the text: repeat it cyclically
             found += found[: MOST_DRAFTS - len(found)]
         return Guess(tuple(found), matched)
 
 
-def _matched(ids: list[int], source: int) -> int:
-    """How many tokens before `source` equal the last ones, at most LONGEST_MATCH."""
+def _match_length(ids: list[int], source: int) -> int:
+    """Number of tokens before `source` that equal the last ones, at most LONGEST_MATCH."""
     end = len(ids)
     most = min(source, LONGEST_MATCH)
     return next((n for n in range(most) if ids[source - 1 - n] != ids[end - 1 - n]), most)

@@ -1,7 +1,7 @@
-"""The loop: submit, abort, step, stats. Token ids in, `TokenEvent`s out; one thread owns the model.
+"""The engine loop: submit, abort, step, stats. Token ids in, `TokenEvent`s out; one thread owns the model.
 
-Every accepted request ends in exactly one terminal event per answer, whatever fails: `stepper` says what ends a
-request and what a batch; an exception that escapes from a step makes the engine dead and ends all of them.
+Every accepted request ends with exactly one terminal event per answer, whatever fails. `stepper` decides which failures
+end a request and which end a batch; an exception that escapes a step stops the engine and ends all requests.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from .stepper import Stepper
 
 log = logging.getLogger(__name__)
 
-IDLE_GRACE_S = 0.5  # without work before an idle job begins
-IDLE_S = 0.002  # between looks whether a paused request may go on
+IDLE_GRACE_S = 0.5  # time without work before an idle job starts
+IDLE_S = 0.002  # polling interval while every running request is paused
 
 
-IdleJob = Callable[[Callable[[], bool]], bool]  # (has it to stop?) -> is it finished?
+IdleJob = Callable[[Callable[[], bool]], bool]  # (must it stop?) -> is it finished?
 
 
 def asker(wake: threading.Condition, inbox: deque[Callable[[], None]]) -> Callable[[Callable[[], None]], None]:
-    """What has something done by the engine's thread, before the next step, and does not hold the engine."""
+    """A function that queues a call for the engine's thread, to run before the next step.
+
+    It keeps no reference to the engine.
+    """
 
     def ask(call: Callable[[], None]) -> None:
         with wake:
@@ -59,13 +62,13 @@ def asker(wake: threading.Condition, inbox: deque[Callable[[], None]]) -> Callab
 
 
 class Engine:
-    """Continuous batching over one model, in a thread of its own.
+    """Continuous batching over one model, in its own thread.
 
-    num_pages         of each cache group, as the plan gives them: the cache may have more
-    max_context       tokens a sequence may hold
-    largest_context   what it could be on this machine; told to who asks for more
-    speculation       guesses tokens; None never does
-    check_invariants  verify every page and count after every step
+    num_pages         pages per cache group from the plan; the cache may have scratch pages on top
+    max_context       maximum tokens per sequence
+    largest_context   largest context possible on this machine, for the error of a longer prompt
+    speculation       speculative decoding; None turns it off
+    check_invariants  verify all page and slot counts after every step
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class Engine:
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters: Residents | None = None  # those that requests may name, given before the start
+        self.adapters: Residents | None = None  # adapters that requests may name; set before `start`
         self.max_context, self._largest_context = max_context, largest_context
         facts = runner.model.facts
         self._embeds = facts.name if facts.pooling else ""
-        self.limits = limits  # without pressure
+        self.limits = limits  # before `Pressure` lowers them
         self.check_invariants = check_invariants
         cache = runner.cache
         windows = [group.window for group in cache.groups]
@@ -101,7 +104,7 @@ class Engine:
         self._ask = asker(self._wake, self._inbox)
         self._closing = False
         self._dead: Exception | None = None
-        self.between_steps: Callable[[], None] | None = None  # dropped where it fails
+        self.between_steps: Callable[[], None] | None = None  # called after every step until it raises
         self._thread: threading.Thread | None = None
         self._idle_jobs: deque[IdleJob] = deque()
         self._step_started = 0.0
@@ -111,8 +114,8 @@ class Engine:
         self._events = KVEvents(self._pages.tree, runner.cache.device.type.upper().replace("CUDA", "GPU"))
 
     def keep_on_disk(self, files: PageFiles) -> None:
-        """Have a prefix found again by a later engine. Before `start`."""
-        engine = weakref.ref(self)  # nothing that it holds may hold it: its pages go with its last reference
+        """Persist prefixes in files for later engines. Call before `start`."""
+        engine = weakref.ref(self)  # no reference cycles: the pages are freed with the last reference to the engine
 
         def when_idle(job: IdleJob) -> None:
             if (alive := engine()) is not None:
@@ -127,7 +130,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener | None = None) -> RequestStream:
-        """Queue a request. Raises InvalidRequest, ContextTooLong, or DeviceError when the engine is dead."""
+        """Queue a request. Raises what `check` raises, and DeviceError if the engine has stopped."""
         self.check(request)
         adapter = self._adapter_of(request)
         with self._wake:
@@ -144,31 +147,31 @@ class Engine:
         return stream
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
+        """Raise InvalidRequest, ContextTooLong, ModelNotFound or OutOfMemory for a request that can never run."""
         if self._embeds and not request.pooling:
             raise embeds_only(self._embeds)
         request.check(self.runner.vocab_size, self.max_context, self._largest_context)
         self._adapter_of(request)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(
-                f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
+                f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the whole KV cache can hold",
                 "start with a smaller --ctx for other requests, or with --kv bf16",
             )
 
     def _adapter_of(self, request: Request) -> Adapter | None:
-        """Raises ModelNotFound, or InvalidRequest where the model takes none."""
+        """The adapter that a request names. Raises ModelNotFound, or InvalidRequest if the model has no adapters."""
         if not request.adapter:
             return None
         if self.adapters is None:
-            raise InvalidRequest("this model takes no adapters", "name the model alone", param="model")
+            raise InvalidRequest("this model has no adapters", "use the model's name alone", param="model")
         return self.adapters.find(request.adapter)
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown or finished ids are ignored."""
+        """Abort a request; unknown and finished ids are ignored."""
         self._ask(lambda: self._publisher.abort(request_id))
 
     def fail(self, error: Exception) -> None:
-        """End every request with an error, and the engine: what it needs is gone."""
+        """Stop the engine and end every request with this error, because something it depends on is gone."""
 
         def end() -> None:
             raise error
@@ -176,27 +179,29 @@ class Engine:
         self._ask(end)
 
     def clear_prefix_cache(self) -> None:
-        """Forget the prefixes nobody uses; takes effect before the next step."""
+        """Evict all cached prefixes that no sequence uses, before the next step."""
         self._ask(self._pages.tree.clear)
 
     def watch_pages(self, listener: Listening) -> Callable[[], None]:
-        """Tell which pages the prefix cache has and what becomes of them; the result ends that. See `KVEvents`."""
+        """Subscribe to changes of the prefix cache (`KVEvents`), starting with its present contents.
+
+        Returns a function that unsubscribes.
+        """
         self._ask(lambda: self._events.add(listener))
         return lambda: self._ask(lambda: self._events.drop(listener))
 
     def when_idle(self, job: IdleJob, first: bool = False) -> None:
-        """Run `job` in the engine's thread when there is nothing else to do, after the first answer; `first`: before
-        the others.
+        """Run `job` in the engine's thread while it is idle, after the first answer; `first` puts it ahead of others.
 
-        It is called with a function that says whether it has to stop, because work came in, and returns whether it is
-        finished; one that is not is called again at the next idle moment. A job that fails is dropped.
+        The job is called with a function that returns True once it must stop because work came in, and returns whether
+        it is finished. An unfinished job is called again when the engine is next idle; one that raises is dropped.
         """
         with self._wake:
             (self._idle_jobs.appendleft if first else self._idle_jobs.append)(job)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """A snapshot of counters; may be a step old."""
+        """A snapshot of the counters, at most one step old."""
         pool, tree, scheduler, stepper = self._pages.pools[0], self._pages.tree, self.scheduler, self.stepper
         return replace(
             stepper.stats,
@@ -216,7 +221,7 @@ class Engine:
 
     @property
     def step_age_s(self) -> float:
-        """How long the present step has been running; 0 between steps."""
+        """Seconds since the current step started; 0 between steps."""
         started = self._step_started
         return time.monotonic() - started if started else 0.0
 
@@ -226,16 +231,16 @@ class Engine:
 
     @property
     def failure(self) -> str:
-        """Why it stopped by itself; nothing while it runs."""
+        """The error that stopped the engine; "" while it runs."""
         return str(self._dead or "")
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or runs, and nothing was asked of the engine's thread."""
+        """True if no request is waiting or running and nothing is queued for the engine's thread."""
         return not (self._inbox or self.stepper.has_work)
 
     def close(self) -> None:
-        """End every request with "abort" and stop the thread."""
+        """Abort all requests and stop the thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -247,21 +252,21 @@ class Engine:
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
-    @torch.inference_mode()  # entered once: each time takes some 50 us between two steps
+    @torch.inference_mode()  # entered only once, because entering takes about 50 us, which would delay every step
     def _loop(self) -> None:
         try:
             if (device := self.runner.cache.device).type == "cuda":
-                torch.cuda.set_device(device)  # a thread's own: streams and kernels go there
+                torch.cuda.set_device(device)  # the current device is per thread
             while True:
                 with self._wake:
-                    while not self._is_wanted():
+                    while not self._has_work():
                         if not (self._idle_jobs and self.stepper.stats.num_prompt_tokens):
                             self._wake.wait()
                         elif not self._wake.wait(IDLE_GRACE_S):
                             break
                     if self._closing:
                         break
-                if self._is_wanted():
+                if self._has_work():
                     self._run_once()
                 else:
                     self.run_idle()
@@ -270,24 +275,24 @@ class Engine:
             self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
         self._end_all()
 
-    def _is_wanted(self) -> bool:
-        """Whether there is anything to do but idle jobs."""
+    def _has_work(self) -> bool:
+        """True if there is anything to do besides idle jobs."""
         return self._closing or not self.is_idle
 
     def run_idle(self) -> None:
-        """One idle job, until it is finished or work comes in."""
+        """Run one idle job until it is finished or work comes in."""
         job = self._idle_jobs.popleft()
         try:
-            if not job(self._is_wanted):
+            if not job(self._has_work):
                 self._idle_jobs.appendleft(job)
-        except Exception as error:  # what is done on the side ends no request, unless nothing can run any more
+        except Exception as error:  # a failed idle job affects no request unless the device is lost
             if is_device_lost(error):
                 raise device_lost(error) from error
             log.exception("an idle job failed")
 
     @torch.inference_mode()
     def run_once(self) -> None:
-        """Take what came in, then one step: the loop's body, for those who have no thread."""
+        """Process the inbox and run one step: the body of the loop, for callers without a thread."""
         self._run_once()
 
     def _run_once(self) -> None:
@@ -298,12 +303,12 @@ class Engine:
                 self.adapters.settle(self.scheduler.waiting, self.scheduler.running, self._publisher.fail)
             self._step_started = time.monotonic()
             if not self.stepper.step():
-                time.sleep(IDLE_S)  # all that runs waits for its reader
+                time.sleep(IDLE_S)  # every running request waits for its reader
             stats = self.stepper.stats
             step_s = time.monotonic() - self._step_started
             stats.longest_step_s = max(stats.longest_step_s, step_s)
             self._step_started = 0.0
-            if self.store is not None and not self.stepper.runs_ahead:  # else copies would wait for the next step
+            if self.store is not None and not self.stepper.runs_ahead:  # else copies would wait behind the next step
                 self.store.after_step(step_s)
             if self.between_steps is not None:
                 self._do_between_steps(self.between_steps)
@@ -314,7 +319,7 @@ class Engine:
     def _do_between_steps(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception:  # as of idle jobs
+        except Exception:  # affects no request, like a failed idle job
             log.exception("a job between steps failed")
             self.between_steps = None
 
@@ -326,13 +331,13 @@ class Engine:
     def _accept(self, stream: RequestStream, adapter: Adapter | None) -> None:
         try:
             self._schedule(stream, adapter)
-        except Exception as error:  # nothing else would ever end it
+        except Exception as error:  # no sequence exists yet that could end the request
             log.exception("a request was not accepted")
             self._publisher.refuse(stream, explained(error))
 
     def _schedule(self, stream: RequestStream, adapter: Adapter | None) -> None:
         request, params = stream.request, stream.request.params
-        room = max(1, self.max_context - len(request.prompt_token_ids))  # see `Request.check`
+        room = max(1, self.max_context - len(request.prompt_token_ids))  # `Request.check` ensures at least one token
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
@@ -353,11 +358,11 @@ class Engine:
             with contextlib.suppress(Exception):
                 self._inbox.popleft()()
         for sequence in self.scheduler.sequences():
-            with contextlib.suppress(Exception):  # its pages may be what was wrong
+            with contextlib.suppress(Exception):  # its pages may be inconsistent after the failure
                 self._end(sequence)
         self._publisher.publish()
         self._events.end()
-        if self.store is not None:  # nobody waits for an answer any more
+        if self.store is not None:  # last, because no request is waiting any more
             self.store.close(flush=self._dead is None)
 
     def _end(self, sequence: Sequence) -> None:

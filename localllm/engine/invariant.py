@@ -1,4 +1,4 @@
-"""What must hold after every step, checked with `--debug-invariants` and in tests, under `python -O` as well."""
+"""Invariant checks after every step, for `--debug-invariants` and tests. They also run under `python -O`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _exits = False
 
 
 class InvariantViolated(AssertionError):
-    """A page or a count that nobody accounts for: our own fault, and everything after it is doubtful."""
+    """A page or count is inconsistent: a bug in the engine, after which results cannot be trusted."""
 
 
 def exit_on_violation() -> None:
-    """From now on a violation ends the process with EXIT_CODE, as its command was told."""
+    """Make every later violation exit the process with EXIT_CODE (`--debug-invariants`)."""
     global _exits
     _exits = True
 
 
 def violated(what: str) -> NoReturn:
-    """Raise InvariantViolated, or end the process if that was asked for, whichever thread this is."""
+    """Raise InvariantViolated, or exit the process from any thread after `exit_on_violation`."""
     if not _exits:
         raise InvariantViolated(what)
     print(f"invariant violated: {what}", file=sys.stderr, flush=True)

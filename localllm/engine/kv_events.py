@@ -1,4 +1,4 @@
-"""What the prefix tree gains and loses, told to those who watch it: vLLM's events of a cache, with its fields."""
+"""Prefix cache events for subscribers, in vLLM's format of KV cache events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .radix_cache import Node, RadixCache
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]  # ts: seconds since the epoch; events: in order
-Listener = Callable[[Batch | None], None]  # in the engine's thread; None: the engine ends
+Listener = Callable[[Batch | None], None]  # called in the engine's thread; None when the engine stops
 
 
 class KVEvents:
-    """Gathers events between two steps. Costs nothing while nobody watches.
+    """Collects events between steps. Costs nothing without listeners.
 
-    medium   where the pages lie: GPU or CPU
+    medium   where the pages are: GPU or CPU
     """
 
     def __init__(self, tree: RadixCache, medium: str) -> None:
@@ -27,7 +27,7 @@ class KVEvents:
         self._listeners: list[Listener] = []
 
     def add(self, listener: Listener) -> None:
-        """Tell a listener what is there, and from now on what changes."""
+        """Add a listener: it gets the present contents first, then all changes."""
         self.flush()
         for node in self._tree.nodes():
             self.stored(node)
@@ -38,7 +38,7 @@ class KVEvents:
         self._listeners.append(listener)
 
     def drop(self, listener: Listener) -> None:
-        """One that is not there is ignored."""
+        """Remove a listener; unknown ones are ignored."""
         if listener in self._listeners:
             self._listeners.remove(listener)
             if not self._listeners:
@@ -48,7 +48,7 @@ class KVEvents:
     def stored(self, node: Node) -> None:
         assert node.parent is not None
         above = None if node.parent.parent is None else block_hash(node.parent)
-        tokens = [max(token, -1) for token in node.key]  # the place of an image has no token
+        tokens = [max(token, -1) for token in node.key]  # image keys are negative
         last = self._events[-1] if self._events else {}
         if last.get("type") == "BlockStored" and above == last["block_hashes"][-1]:
             last["block_hashes"].append(block_hash(node))
@@ -63,7 +63,7 @@ class KVEvents:
         )  # fmt: skip
 
     def kept(self, node: Node) -> None:
-        """States are no blocks."""
+        """Checkpoints are not reported."""
 
     def removed(self, node: Node) -> None:
         last = self._events[-1] if self._events else {}
@@ -74,29 +74,29 @@ class KVEvents:
             self._events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium})
 
     def flush(self) -> None:
-        """Tell what happened since the last time."""
+        """Send the events since the last call."""
         if not self._events:
             return
         events, self._events = self._events, []
         if not self._tree.num_nodes:
             events = [{"type": "AllBlocksCleared"}]
-        self._tell({"ts": time.time(), "events": events})
+        self._send({"ts": time.time(), "events": events})
 
     def end(self) -> None:
-        """The engine ends, and its pages with it."""
+        """Report that the engine stops and its pages are gone."""
         if self._listeners:
-            self._tell({"ts": time.time(), "events": [{"type": "AllBlocksCleared"}]})
-            self._tell(None)
+            self._send({"ts": time.time(), "events": [{"type": "AllBlocksCleared"}]})
+            self._send(None)
 
-    def _tell(self, batch: Batch | None) -> None:
+    def _send(self, batch: Batch | None) -> None:
         for listener in list(self._listeners):
             try:
                 listener(batch)
-            except Exception:  # its loop is closed: nobody is there any more
+            except Exception:  # for example, the subscriber's event loop is closed
                 log.exception("a listener of cache events failed")
                 self.drop(listener)
 
 
 def block_hash(node: Node) -> int:
-    """64 bits of a page's digest: equal tokens behind equal tokens have equal ones, in every process."""
+    """64 bits of a page's digest: equal for equal prefixes, in every process."""
     return int.from_bytes(node.digest[:8], "big")

@@ -1,12 +1,11 @@
-"""Between the prefix tree and the disk: pages and states are written when they are new, and come back when a prompt
-begins with them.
+"""The KV store: saves pages and states of the prefix tree to disk, and restores them when a prompt begins with them.
 
-The engine's thread copies a page out of the cache and into it; a thread of its own writes files, another one reads
-them. No request waits for a write: what is no longer in the tree when its turn comes is not kept, and counted. A
-request whose prompt goes on in files is scheduled when they are read; others run meanwhile.
+The engine's thread copies pages out of and into the cache; one thread writes files and another one reads them. No
+request waits for a write: a page that was evicted before its turn is dropped and counted. A request whose prompt
+continues in files is scheduled once they are read; others run meanwhile.
 
-Pages go from the device to the disk through the host's memory. A tier that stays there would stand between `_copied`
-and `PageFiles.write`, and answer before `PageFiles.read`.
+Pages pass through host memory. A host-memory tier would sit between `_copied` and `PageFiles.write`, and be consulted
+before `PageFiles.read`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from .sequence import Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
-QUEUED_BYTES = 64 << 20  # copied out of the cache and not written yet
-PAGES_AHEAD = 8  # read, and not in the cache yet
-SHARE = 0.01  # of the time of steps: for copying pages out between them
-FLUSH_S = 10.0  # for what is left to write when the engine ends
+QUEUED_BYTES = 64 << 20  # most bytes copied out of the cache but not yet written
+PAGES_AHEAD = 8  # most pages read but not yet in the cache
+SHARE = 0.01  # fraction of the time of steps for copying pages out between them
+FLUSH_S = 10.0  # time for the remaining writes when the engine stops
 
 
 class Cache(Protocol):
-    """What of a `KVCache` is needed here. Bytes are those of all layers of a group, or of a slot."""
+    """The part of `KVCache` used here. Bytes cover all layers of a group, or a whole slot."""
 
     def page_bytes(self, group: int) -> int: ...
     def read_page(self, group: int, page: int) -> memoryview: ...
@@ -46,22 +45,22 @@ class Cache(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Restore:
-    """The pages of one prompt that are on their way from files into the tree."""
+    """The restore of one prompt's pages from files into the tree."""
 
     sequence: Sequence
-    keys: list[tuple[int, ...]]  # of the pages that the tree does not have
-    parent: bytes  # what the first of them follows
-    first: int  # its index
-    node: Node | None  # the last one that is in the tree
+    keys: list[tuple[int, ...]]  # keys of the pages missing from the tree
+    parent: bytes  # digest before the first of them
+    first: int  # its page index
+    node: Node | None  # the last page in the tree
     room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(PAGES_AHEAD))
-    stopped: bool = False  # the rest is computed
+    stopped: bool = False  # the rest of the prompt is computed instead
 
 
 class KVStore:
-    """The pages of one engine on the disk.
+    """The KV store of one engine.
 
-    ask        has something done by the engine's thread, before its next step
-    when_idle  has a job done by it in idle moments
+    ask        queues a call for the engine's thread, before its next step
+    when_idle  queues an idle job for it
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class KVStore:
         when_idle: Callable[[Callable[[Callable[[], bool]], bool]], None],
     ) -> None:
         self.files = files
-        self.num_dropped = 0  # pages and states that were gone before they were written
+        self.num_dropped = 0  # pages and states that were evicted before they were written, or failed to write
         self.num_written = 0
         self.num_read = 0  # pages
         self._cache, self._pages, self._ask, self._when_idle = cache, pages, ask, when_idle
         self._sizes = [cache.page_bytes(group) for group in range(len(pages.pools))]
         self._state_sizes = [cache.slot_bytes()] if pages.slots is not None else []
-        self._new: dict[Node, None] = {}  # nodes whose pages are to be written, in order
+        self._new: dict[Node, None] = {}  # nodes whose pages are not yet written, oldest first
         self._new_states: dict[Node, None] = {}
-        self._queued_bytes = 0  # under the lock, as the counters
+        self._queued_bytes = 0  # guarded by the lock, like the counters
         self._lock = threading.Lock()
         self._credit_s = 0.0
         self._waits_for_idle = self._closed = False
@@ -90,17 +89,17 @@ class KVStore:
         self._writer.submit(self.files.count)
         pages.tree.watchers.append(self)
 
-    # --- what the tree tells, in the engine's thread -----------------------------------------------------------------
+    # --- `radix_cache.Watcher`, called in the engine's thread --------------------------------------------------------
 
     def stored(self, node: Node) -> None:
-        """A page is new in the tree."""
+        """A page was added to the tree."""
         self._new[node] = None
-        self._want_idle()
+        self._request_idle_save()
 
     def kept(self, node: Node) -> None:
-        """A node has a checkpoint."""
+        """A node got a checkpoint."""
         self._new_states[node] = None
-        self._want_idle()
+        self._request_idle_save()
 
     def removed(self, node: Node) -> None:
         """A node leaves the tree."""
@@ -109,7 +108,7 @@ class KVStore:
                 del waiting[node]
                 self.num_dropped += 1
 
-    def _want_idle(self) -> None:
+    def _request_idle_save(self) -> None:
         if not (self._waits_for_idle or self._closed):
             self._waits_for_idle = True
             self._when_idle(self._save_when_idle)
@@ -117,7 +116,7 @@ class KVStore:
     # --- out of the cache --------------------------------------------------------------------------------------------
 
     def after_step(self, seconds: float) -> None:
-        """Copy a few pages out, in a small share of the time that a step took."""
+        """Copy a few pages out, in a small fraction of the step's time."""
         if not self._new:
             return
         self._credit_s = min(self._credit_s + SHARE * seconds, 0.1)
@@ -128,11 +127,11 @@ class KVStore:
             self._credit_s -= time.monotonic() - started
 
     def _save_when_idle(self, must_stop: Callable[[], bool]) -> bool:
-        """Everything there is, states too: of an answer only the last one is left by now."""
+        """Idle job that saves everything, including states, of which each answer has only the last by now."""
         while (self._new or self._new_states) and not must_stop():
             self._save_all(wait=False)
             if self._new or self._new_states:
-                time.sleep(0.001)  # the disk is behind
+                time.sleep(0.001)  # the writer is behind
         self._waits_for_idle = bool(self._new or self._new_states)
         return not self._waits_for_idle
 
@@ -145,14 +144,14 @@ class KVStore:
                     time.sleep(0.001)
 
     def _save_next(self, waiting: dict[Node, None], kind: str) -> bool:
-        """Hand the oldest of what waits to the writer; False while too much is on the way."""
+        """Hand the oldest waiting node to the writer; False while too many bytes are queued."""
         size = sum(self._sizes if kind == PAGE else self._state_sizes)
         if self._queued_bytes and self._queued_bytes + size > QUEUED_BYTES:
             return False
         node = next(iter(waiting))
         del waiting[node]
         if node.parent is None or (kind == STATE and node.slot is None):
-            return True  # another one behind it took its place
+            return True  # evicted, or its checkpoint was replaced by a later one
         name = Name(node.parent.digest, node.digest)
         if not self.files.has(name, kind):
             with self._lock:
@@ -170,7 +169,7 @@ class KVStore:
         try:
             written = self.files.write(name, kind, parts)
         except Exception:
-            log.exception("a page was not written")
+            log.exception("writing a page failed")
             written = False
         with self._lock:
             self._queued_bytes -= size
@@ -180,7 +179,7 @@ class KVStore:
     # --- into the cache ----------------------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:
-        """Before a new sequence is scheduled: where its prompt goes on in files, it waits until they are read."""
+        """Start restoring a new sequence's prefix if files have it; the sequence waits until they are read."""
         pages = self._pages
         size, salt, limit = pages.page_size, sequence.cache_salt, sequence.num_cacheable
         if self._closed or not pages.caches(sequence) or limit < size:
@@ -197,7 +196,7 @@ class KVStore:
         self._reader.submit(self._read, restore)
 
     def _read(self, restore: _Restore) -> None:
-        """In the reader's thread: one page after the other, a few ahead of the engine."""
+        """Read pages in order, in the reader's thread, at most PAGES_AHEAD before the engine takes them."""
         try:
             names = self._found(restore)
             for at, name in enumerate(names):
@@ -207,23 +206,23 @@ class KVStore:
                 if restore.stopped:
                     return
                 found = self.files.read(name, PAGE, self._sizes)
-                if found is None:  # it was wrong, and those behind it may be: they make room for what is right
+                if found is None:  # invalid: check the pages after it as well, so that invalid ones are removed
                     for behind in names[at + 1 :]:
                         self.files.read(behind, PAGE, self._sizes)
                     return
-                self._ask(partial(self._place, restore, at, len(names), found))
+                self._ask(partial(self._insert_page, restore, at, len(names), found))
             if names:
                 self.files.touch(names[-1])
                 state = self.files.read(names[-1], STATE, self._state_sizes) if self._state_sizes else None
                 if state is not None:
-                    self._ask(partial(self._place_state, restore, state))
+                    self._ask(partial(self._insert_state, restore, state))
         except Exception:
-            log.exception("kept pages were not read")
+            log.exception("reading stored pages failed")
         finally:
-            self._ask(partial(self._end, restore))
+            self._ask(partial(self._finish, restore))
 
     def _found(self, restore: _Restore) -> list[Name]:
-        """The pages that are there one after the other, up to the last one with states where the model keeps such."""
+        """The consecutive stored pages; for models with recurrent layers, up to the last one with stored states."""
         names: list[Name] = []
         parent = restore.parent
         for key in restore.keys:
@@ -236,8 +235,8 @@ class KVStore:
             names.pop()
         return names
 
-    def _place(self, restore: _Restore, at: int, count: int, found: Found) -> None:
-        """Put one page into the cache and the tree."""
+    def _insert_page(self, restore: _Restore, at: int, count: int, found: Found) -> None:
+        """Insert one page into the cache and the tree."""
         restore.room.release()
         tree, size = self._pages.tree, self._pages.page_size
         restore.stopped |= restore.sequence.state is SequenceState.FINISHED
@@ -246,7 +245,7 @@ class KVStore:
         end, index = (restore.first + count) * size, restore.first + at
         wanted = [part if index >= tree.needed_from(group, end) else None for group, part in enumerate(found.parts)]
         taken = self._pages.take([part is not None for part in wanted])
-        if taken is None or (restore.node is not None and restore.node.parent is None):  # it had to go: no room
+        if taken is None or (restore.node is not None and restore.node.parent is None):  # no room, or evicted
             self._pages.give_back(taken or [])
             restore.stopped = True
             return
@@ -255,23 +254,23 @@ class KVStore:
                 self._cache.write_page(group, page, part)
         node = restore.node or tree.root(restore.sequence.cache_salt)
         restore.node, used = tree.insert(node, restore.keys[at], taken)
-        self._new.pop(restore.node, None)  # it is in a file
+        self._new.pop(restore.node, None)  # already stored
         self._pages.give_back(used)
         self.num_read += 1
 
-    def _place_state(self, restore: _Restore, found: Found) -> None:
+    def _insert_state(self, restore: _Restore, found: Found) -> None:
         node, data = restore.node, found.parts[0]
         if not restore.stopped and node is not None and node.parent is not None and data is not None:
             self._pages.add_checkpoint(node, lambda slot: self._cache.write_slot(slot, data))
-            self._new_states.pop(node, None)  # it is in a file
+            self._new_states.pop(node, None)  # already stored
 
-    def _end(self, restore: _Restore) -> None:
+    def _finish(self, restore: _Restore) -> None:
         restore.sequence.is_loading = False
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, flush: bool = True) -> None:
-        """Write what is left, which takes up to FLUSH_S, and end the threads. In the engine's thread, or after it."""
+        """Write the rest within FLUSH_S and stop the threads. Call in the engine's thread or after it ended."""
         if flush and not self._closed:
             until = time.monotonic() + FLUSH_S
             self._save_all(wait=True, until=until)
@@ -280,7 +279,7 @@ class KVStore:
         self._writer.shutdown(wait=flush, cancel_futures=not flush)
 
     def facts(self) -> dict[str, Any]:
-        """Counters, by the names that `EngineStats` has for them."""
+        """Counters, by their names in `EngineStats`."""
         return {
             "kv_store_bytes": self.files.num_bytes,
             "kv_store_limit": self.files.limit,

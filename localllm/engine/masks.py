@@ -1,4 +1,4 @@
-"""Token masks of a step: filled by a thread of their own while the forward pass runs, one bitmask row a sequence."""
+"""Token masks of a step, one bitmask row per sequence, filled in a separate thread during the forward pass."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .sequence import Sequence
 
 
 class MaskFiller:
-    """Fills rows beside the engine's thread; its thread does not start before there is a masked sequence."""
+    """Fills mask rows in its own thread, which starts with the first masked sequence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def begin(self, sequences: Iterable[Sequence]) -> Future[None] | None:
-        """Start filling the rows of those that have a mask, to be waited for after the forward pass; None without."""
+        """Start filling the rows of masked sequences; wait for the result after the forward pass. None without any."""
         masked = [sequence for sequence in sequences if sequence.token_mask is not None]
         return self._thread.submit(self.fill, masked) if masked else None
 
     def fill(self, sequences: Iterable[Sequence]) -> None:
-        """The same at once: for a step whose tokens became known while its forward pass was under way.
+        """Fill the rows now, for a step whose tokens became known only during its forward pass.
 
-        What a mask raises ends its own sequence only, when it is sampled.
+        An exception of a mask is stored in its row and ends only that sequence, when it is sampled.
         """
         for sequence in sequences:
             if sequence.token_mask is not None:

@@ -1,4 +1,4 @@
-"""Counters and times of the engine, as plain values."""
+"""Counters and timings of the engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from localllm.request import Timing
 
 from .sequence import Sequence
 
-PACE_TOKENS = 64  # a shorter answer says little about a model's pace
+PACE_TOKENS = 64  # shorter answers are too noisy to measure the decode speed
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class StepTokens:
-    """How many tokens the steps had: counts per bucket. Written by the engine's thread, read by any."""
+    """Histogram of tokens per step. Written by the engine's thread, read by any."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(STEP_TOKENS) + 1)
@@ -27,45 +27,45 @@ class StepTokens:
         self.total += count
 
     def buckets(self) -> Iterator[tuple[str, int]]:
-        """(upper bound, steps up to it), as Prometheus wants them."""
+        """(upper bound, cumulative count) pairs in Prometheus' format."""
         bounds = (*(f"{bound}.0" for bound in STEP_TOKENS), "+Inf")
         return zip(bounds, accumulate(self._counts), strict=True)
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """What was counted so far, and where things stand."""
+    """Counters since the start, and the current state."""
 
     num_running: int = 0
     num_waiting: int = 0
-    pages_total: int = 0  # of the first cache group
-    pages_free: int = 0  # held by nobody
-    pages_cached: int = 0  # held by the prefix tree alone: free on demand
+    pages_total: int = 0  # pages of the first cache group
+    pages_free: int = 0  # unused pages
+    pages_cached: int = 0  # pages held only by the prefix tree, which eviction can free
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_ahead: int = 0  # steps launched before the tokens of the one before were on the host
-    num_drafts: int = 0  # times that guessed tokens of a sequence were checked
-    num_draft_tokens: int = 0  # those tokens
-    num_accepted_tokens: int = 0  # those of them that were right
-    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same two numbers by drafter
-    num_relieved: int = 0  # steps that ran out of memory and were tried again smaller
+    num_ahead: int = 0  # steps launched before the previous step's tokens were on the host
+    num_drafts: int = 0  # drafts verified, counted per sequence and step
+    num_draft_tokens: int = 0  # draft tokens verified
+    num_accepted_tokens: int = 0  # draft tokens accepted
+    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafter -> (verified, accepted) tokens
+    num_relieved: int = 0  # steps that ran out of memory and were retried with lower limits
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    kv_store_bytes: int = 0  # on the disk, of all models
-    kv_store_limit: int = 0  # 0: nothing is kept there
+    kv_store_bytes: int = 0  # bytes on the disk, of all models
+    kv_store_limit: int = 0  # 0 without a store
     kv_store_read_tokens: int = 0
     kv_store_written_tokens: int = 0
-    kv_store_dropped: int = 0  # pages and states that were not kept: gone before their turn, or refused by the disk
-    used_tokens: int = 0  # K/V tokens of running sequences
+    kv_store_dropped: int = 0  # pages and states not stored, because they were evicted first or the disk failed
+    used_tokens: int = 0  # tokens of running sequences in the KV cache
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0
-    fastest_tps: float = 0.0  # tokens per second of the fastest answer of at least `PACE_TOKENS`, guesses left out
+    fastest_tps: float = 0.0  # decode speed of the fastest answer of at least `PACE_TOKENS`, without speculation
 
 
 def timing_of(sequence: Sequence) -> Timing:
-    """Times of one sequence; rates over what was really computed."""
+    """The timings of one sequence; prompt tokens from the cache do not count toward the prefill rate."""
     first = sequence.first_token_time or sequence.last_token_time
     last = sequence.last_token_time or first
     if not sequence.start_time:

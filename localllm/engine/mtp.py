@@ -1,8 +1,8 @@
-"""The model's own head guesses (MTP): from its hidden state at a position and the token behind it, the token after.
+"""Drafts by the model's MTP head, which predicts the token after next from a hidden state and the next token.
 
-What the head keeps of tokens lies in the model's pages, as one more layer would: it follows prefixes, forks and
-preemption by itself. A slot there belongs to a hidden state and is written when the token behind it is known. The last
-one of a page that is shared is of the sequence that wrote it last: a guess may be worse for it, never an answer.
+The head's keys and values are in the model's pages, like those of an extra layer, so they follow prefixes, forks and
+preemption automatically. A slot belongs to a hidden state and is written once the next token is known. The last slot of
+a shared page comes from the sequence that wrote it last; that can make a draft worse, but never an answer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
 from .sequence import Sequence
 
-MOST_KEPT = 64  # hidden states of a sequence that wait until the head is asked: more are read at once
+MOST_KEPT = 64  # hidden states per sequence that may wait for the next draft; with more, the head reads them at once
 
 
 @dataclass(slots=True)
 class Heard:
-    """Hidden states of a sequence that the head has not read.
+    """Hidden states of a sequence that the head has not read yet.
 
-    at      the position of the first; it has read those before
-    rows    [hidden] each, of successive positions
-    known   so many of them are of the sequence's own tokens, the others of `drafts`
-    epoch   preemptions of the sequence at that time: its pages are others afterwards
+    at      position of the first one; earlier ones have been read
+    rows    [hidden] each, of consecutive positions
+    known   number of rows of the sequence's own tokens; the others belong to `drafts`
+    epoch   the sequence's preemption count at that time, since a preemption changes its pages
     """
 
     at: int
@@ -50,7 +50,7 @@ class Heard:
         return self.at + len(self.rows)
 
     def settle(self, sequence: Sequence) -> None:
-        """Drop the hidden states of guesses that turned out wrong."""
+        """Drop the hidden states of rejected draft tokens."""
         came = sequence.token_ids[self.at + self.known :]
         for token, guess in zip(came, self.drafts, strict=False):
             if token != guess:
@@ -61,9 +61,9 @@ class Heard:
 
 
 class HeadDrafter:
-    """A `PaidDrafter` over the head of a runner's model, which tells it of every forward pass.
+    """A `PaidDrafter` over the MTP head of a runner's model; it is the runner's `Listener`.
 
-    share   as of `PaidDrafter`
+    share   as in `PaidDrafter`
     """
 
     name = "mtp"
@@ -76,10 +76,10 @@ class HeadDrafter:
         cache = runner.cache
         self._builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
         self._graphs: DecodeGraphs | None = None
-        self._hidden = torch.empty(0)  # what they read, float32 [tokens, hidden]
+        self._hidden = torch.empty(0)  # input of the graphs, float32 [tokens, hidden]
 
     def hear(self, step: Step, hidden: Tensor) -> None:
-        """A step was computed. `hidden`: of all of its tokens, before the last norm, valid until the next step."""
+        """Store the hidden states of a step: of all its tokens, before the final norm, valid until the next step."""
         row, full = 0, []
         is_small = hidden.shape[0] <= MOST_KEPT
         hidden = hidden.clone() if is_small else hidden
@@ -91,7 +91,7 @@ class HeadDrafter:
                 heard.settle(sequence)
             if heard is None or heard.epoch != sequence.num_preemptions or heard.end < part.start:
                 heard = sequence.heard = Heard(part.start, sequence.num_preemptions)
-            read = max(0, heard.at - part.start)  # tokens that are computed again
+            read = max(0, heard.at - part.start)  # recomputed tokens that the head has already read
             del heard.rows[max(0, part.start - heard.at) :]
             heard.rows += rows[read:].unbind(0)
             heard.known, heard.drafts = max(0, part.start + part.num_known - heard.at), part.drafts
@@ -104,7 +104,7 @@ class HeadDrafter:
             heard.rows[len(heard.rows) - new :] = [row.clone() for row in heard.rows[len(heard.rows) - new :]]
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
-        """The likeliest tokens; none for a sequence whose last hidden states it has not heard."""
+        """Draft greedily; empty for sequences whose latest hidden states are missing."""
         found: dict[int, list[int]] = {sequence.number: [] for sequence in sequences}
         asked = []
         for sequence, count in zip(sequences, counts, strict=True):
@@ -119,10 +119,10 @@ class HeadDrafter:
         hidden, best = self._read([sequence for sequence, _ in asked], guesses=True)
         assert self._model.predictor is not None
         size, group = self._cache.page_size, self._model.predictor.view[0]
-        rounds = [(asked, best)]  # tokens stay on the device until the last ones are computed
+        rounds = [(asked, best)]  # tokens stay on the device until all rounds are done
         while True:
             depth = len(rounds)
-            ahead = depth - 2  # of the last token: where the next pass reads
+            ahead = depth - 2  # offset from the end of the sequence at which the next pass reads
             rows = [
                 row
                 for row, (sequence, count) in enumerate(asked)
@@ -141,7 +141,7 @@ class HeadDrafter:
         return [tuple(found[sequence.number]) for sequence in sequences]
 
     def _read(self, sequences: Many[Sequence], guesses: bool = False) -> tuple[Tensor, Tensor]:
-        """Read what was heard of these, as far as the token behind is known. Returns as `_pass` does."""
+        """Let the head read stored hidden states of these sequences, up to the last known token. Returns as `_pass`."""
         parts: list[Scheduled] = []
         ids: list[int] = []
         rows: list[Tensor] = []
@@ -161,10 +161,10 @@ class HeadDrafter:
     def _pass(
         self, parts: list[Scheduled], ids: list[int] | Tensor, hidden: Tensor, guesses: bool
     ) -> tuple[Tensor, Tensor]:
-        """Read tokens `ids` at the places of `parts` with the hidden states before them.
+        """Run the head on tokens `ids` at the positions of `parts`, with the hidden states before them.
 
-        Returns what stands for the hidden state behind each part, [parts, hidden], valid until the next pass, and where
-        `guesses` are wanted the likeliest tokens, int64 [parts].
+        Returns the head's hidden state after each part, [parts, hidden], valid until the next pass, and with `guesses`
+        the most likely tokens, int64 [parts].
         """
         ends = list(accumulate(part.num_tokens for part in parts))
         last = [end - 1 for end in ends]
@@ -183,9 +183,9 @@ class HeadDrafter:
         return predicted_logits(self._model, states)[:, : self._vocab_size].argmax(-1)
 
     def graphs(self, inputs: DecodeInputs, sizes: Many[int], capture: Callable[[Run], Captured]) -> DecodeGraphs:
-        """Of passes over so many tokens, replayed as soon as they are captured.
+        """Graphs of the head for these numbers of tokens, used once they are captured.
 
-        inputs   those of the model's own graphs, or others
+        inputs   may be shared with the model's own graphs
         """
         self._hidden = torch.zeros((inputs.most, self._model.facts.hidden_size), device=self._cache.device)
 
@@ -198,7 +198,7 @@ class HeadDrafter:
         return self._graphs
 
     def _batch(self, parts: list[Scheduled], ids: list[int] | Tensor) -> ForwardBatch:
-        """At the places of `parts`, the tokens behind them."""
+        """The batch at the positions of `parts`, with the tokens that follow them as input."""
         batch = self._builder.build(Step(parts))
         images, row = [], 0
         for index, part in enumerate(parts):

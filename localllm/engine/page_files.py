@@ -1,8 +1,8 @@
-"""Pages and states in files, for the prefix tree of a later process. Bytes only: no torch, no thread.
+"""Files of pages and states, for the prefix trees of later processes. Bytes only: no torch, no threads.
 
-A file's name says what its tokens follow and what they are: `PARENT-DIGEST.page`, in a folder that says which model, in
-which formats, computed them. So what a prefix has on the disk is found with one look per page, processes share a folder
-without a lock, and a file is whole or it is not there: it is written beside its place and moved.
+A file is named after the digests of its prefix and of its tokens, `PARENT-DIGEST.page`, in a folder per model and
+formats. So finding a prefix takes one lookup per page, and processes share a folder without locks. Files are written to
+a temporary name and renamed, so they are always complete.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from localllm.paths import cache_dir, replace_file
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 1  # of a file: counts up with every change of what its bytes mean
+LAYOUT = 1  # version of the file layout; increment it with every change
 PAGE, STATE = "page", "state"
-RETRY_S = 60.0  # without a write after the disk refused one
-STALE_S = 3600.0  # age of what a killed process was still writing
-RESCAN_PART = 16  # a process counts all files again when it has written such a part of the limit
+RETRY_S = 60.0  # pause after a failed write
+STALE_S = 3600.0  # age at which an unfinished file of a killed process is removed
+RESCAN_PART = 16  # recount all files after writing 1/16 of the limit
 _HEADER = struct.Struct("<8sII16s16sQI")  # magic, layout, mask, folder, digest, bytes, checksum of the rest
 _MAGIC = b"LLMPAGE\0"
 
 
 class Name(NamedTuple):
-    """What tokens are, and what they follow."""
+    """The digests of a page's prefix and of the page itself."""
 
     parent: bytes
     digest: bytes
@@ -42,7 +42,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The bytes of a page in each of its cache groups, None in those it had lost; or the one piece of a state."""
+    """The bytes of a page per cache group, None for groups it had lost; or the single part of a state."""
 
     parts: tuple[bytearray | None, ...]
 
@@ -52,21 +52,21 @@ class Found:
 
 
 class PageFiles:
-    """The files of one model below a folder that all models share, and the bound of that folder.
+    """The files of one model in a folder shared by all models, within the folder's size limit.
 
-    identity   16 bytes: everything that the bytes of a page depend on, but its tokens
-    limit      bytes of all models' files together; the longest unused go first, of a conversation its end
+    identity   16 bytes: a digest of everything that a page's bytes depend on besides its tokens
+    limit      bytes of all models' files; least recently used ones are removed first, conversations from their end
     """
 
     def __init__(self, root: Path, identity: bytes, limit: int) -> None:
         self.root, self.folder = root, root / identity.hex()
         self.limit = limit
-        self.num_bytes = 0  # of all models' files, as last counted
-        self.note = ""  # what went wrong last
+        self.num_bytes = 0  # bytes of all models' files at the last count
+        self.note = ""  # the last problem
         self._identity = identity
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._retry_at = 0.0
-        self._written = -1  # bytes since the files were counted; -1: they never were
+        self._written = -1  # bytes written since the last count; -1 before the first one
 
     def path(self, name: Name, kind: str) -> Path:
         return self.folder / f"{name.parent.hex()}-{name.digest.hex()}.{kind}"
@@ -75,13 +75,13 @@ class PageFiles:
         return os.path.exists(self.path(name, kind))
 
     def read(self, name: Name, kind: str, sizes: Sequence[int]) -> Found | None:
-        """What a file holds, of parts that have these sizes; None where it is missing, or was wrong and is gone now."""
+        """Read a file with parts of these sizes; None if it is missing or invalid. Invalid files are removed."""
         path = self.path(name, kind)
         try:
             with open(path, "rb", buffering=0) as file:
                 header = file.read(_HEADER.size)
                 size = os.fstat(file.fileno()).st_size
-                mask, wrong = self._fault(header, name, size, sizes)
+                mask, wrong = self._check_header(header, name, size, sizes)
                 if not wrong:
                     parts = [bytearray(n) if mask >> at & 1 else None for at, n in enumerate(sizes)]
                     whole = all(_fill(file, part) for part in parts if part is not None)
@@ -89,32 +89,32 @@ class PageFiles:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say("read", f"what was kept of conversations cannot be read: {error.strerror}")
+            self._warn_once("read", f"stored conversations cannot be read: {error.strerror}")
             return None
         if wrong:
             with contextlib.suppress(OSError):
                 path.unlink()
-            self._say("wrong", f"a file of kept conversations is {wrong}: it was removed, its tokens are read again")
+            self._warn_once("wrong", f"a stored page is {wrong}: it was removed, and its tokens are computed again")
             return None
         return Found(tuple(parts))
 
-    def _fault(self, header: bytes, name: Name, size: int, sizes: Sequence[int]) -> tuple[int, str]:
-        """(which parts the file has, what is wrong with it)"""
+    def _check_header(self, header: bytes, name: Name, size: int, sizes: Sequence[int]) -> tuple[int, str]:
+        """(mask of the parts in the file, what is wrong with it or "")"""
         if len(header) < _HEADER.size:
-            return 0, "cut off"
+            return 0, "truncated"
         magic, layout, mask, identity, digest, num_bytes, _ = _HEADER.unpack(header)
         if magic != _MAGIC:
-            return 0, "not one of ours"
+            return 0, "not a page file"
         if layout != LAYOUT:
             return 0, "from another version"
         if (identity, digest) != (self._identity, name.digest) or mask >> len(sizes):
-            return 0, "of something else"
+            return 0, "not the expected page"
         if num_bytes != sum(n for at, n in enumerate(sizes) if mask >> at & 1):
-            return 0, "of something else"
-        return mask, "" if size == _HEADER.size + num_bytes else "cut off"
+            return 0, "not the expected page"
+        return mask, "" if size == _HEADER.size + num_bytes else "truncated"
 
     def write(self, name: Name, kind: str, parts: Sequence[bytes | bytearray | memoryview | None]) -> bool:
-        """Keep these parts; False where the disk refused, which is said once and tried again a minute later."""
+        """Write a file with these parts. False if the disk fails, which is logged once and retried after RETRY_S."""
         if self.has(name, kind):
             return True
         if time.monotonic() < self._retry_at:
@@ -130,14 +130,14 @@ class PageFiles:
             self._make_folder()
             try:
                 replace_file(self.path(name, kind), data, mode=0o600)
-            except FileNotFoundError:  # somebody removes all that is kept, just now
+            except FileNotFoundError:  # another process is clearing the store right now
                 self._make_folder()
                 replace_file(self.path(name, kind), data, mode=0o600)
         except OSError as error:
             self._retry_at = time.monotonic() + RETRY_S
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             why = "the disk is full" if full else error.strerror
-            self._say("write", f"conversations are not kept in {self.root}: {why}")
+            self._warn_once("write", f"conversations cannot be stored in {self.root}: {why}")
             return False
         self.num_bytes += len(header) + size
         self._written += len(header) + size
@@ -148,7 +148,7 @@ class PageFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def touch(self, name: Name) -> None:
-        """What ends here was used just now, and all that it follows."""
+        """Mark a prefix as just used: the page it ends with, and implicitly all pages before it."""
         with contextlib.suppress(OSError):
             os.utime(self.path(name, PAGE))
 
@@ -158,9 +158,9 @@ class PageFiles:
         self.num_bytes, self._written = sum(file.num_bytes for file in files), 0
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove the longest unused files until so many bytes more are within the limit; False when it is too small."""
+        """Remove least recently used files until `num_bytes` more fit in the limit; False if the limit is too small."""
         if num_bytes > self.limit:
-            self._say("small", f"a page has {num_bytes:,} bytes, more than the {self.limit:,} that may be kept")
+            self._warn_once("small", f"a page has {num_bytes:,} bytes, more than the limit of {self.limit:,} bytes")
             return False
         if self._written < 0 or self._written > self.limit // RESCAN_PART:
             self.count()
@@ -171,31 +171,31 @@ class PageFiles:
         for file in _longest_unused(files):
             if left + num_bytes <= self.limit - self.limit // RESCAN_PART:
                 break
-            with contextlib.suppress(OSError):  # another process did it
+            with contextlib.suppress(OSError):  # another process removed it
                 os.unlink(file.path)
             left -= file.num_bytes
         self.num_bytes, self._written = left, 0
         return True
 
-    def _say(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         self.note = text
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("%s", text)
 
 
 class StoredFile(NamedTuple):
-    """A file as the folder shows it."""
+    """A file in the store."""
 
     path: str
-    used: float  # when, on the wall clock
+    used: float  # time of last use, on the wall clock
     num_bytes: int
-    place: tuple[str, str]  # the folder, and what it holds the page or state of
-    follows: tuple[str, str]
+    place: tuple[str, str]  # (folder, digest of its tokens)
+    follows: tuple[str, str]  # (folder, digest of its prefix)
 
 
 def _scan(root: Path) -> Iterator[StoredFile]:
-    """Every file below a folder; what a killed process left half written is removed."""
+    """All files below a folder. Removes unfinished files of killed processes."""
     with contextlib.suppress(OSError):
         for folder in [one for one in os.scandir(root) if one.is_dir(follow_symlinks=False)]:
             yield from _scan_folder(folder)
@@ -216,11 +216,11 @@ def _scan_folder(folder: os.DirEntry[str]) -> Iterator[StoredFile]:
 
 
 def _longest_unused(files: Sequence[StoredFile]) -> Iterator[StoredFile]:
-    """In the order in which they may go: a page is as recent as what follows it, and goes after that."""
+    """Files in removal order: a page counts as used when a page after it is, and is removed after those."""
     by_place: dict[tuple[str, str], list[StoredFile]] = {}
     for file in files:
         by_place.setdefault(file.place, []).append(file)
-    kept: list[tuple[str, str]] = []  # the most recently used first, each after what it follows
+    kept: list[tuple[str, str]] = []  # most recently used first, each after its prefix
     seen: set[tuple[str, str]] = set()
     for file in sorted(files, key=lambda file: -file.used):
         path, place = [], file.place
@@ -250,15 +250,15 @@ def _checksum(header: bytes, parts: Sequence[bytes | bytearray | memoryview | No
 
 
 def store_dir() -> Path:
-    """Where kept conversations lie: other users cannot read it, and whoever reads the disk can."""
+    """The folder of the store. Other users cannot read it, but it is not encrypted."""
     return cache_dir() / "kv"
 
 
 def stored_files() -> list[StoredFile]:
-    """All that is kept of conversations, of every model."""
+    """All files in the store, of every model."""
     return list(_scan(store_dir()))
 
 
 def clear_stored() -> None:
-    """Remove all of it. A process that runs goes on, and keeps new ones."""
+    """Remove all files in the store. Running processes continue and store new ones."""
     shutil.rmtree(store_dir(), ignore_errors=True)

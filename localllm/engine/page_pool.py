@@ -1,7 +1,7 @@
-"""The pages of one cache group as integers: a free list and reference counts. No torch.
+"""`PagePool`: the pages of one cache group as integers, with a free list and reference counts. No torch.
 
-A page is free (0 references), or held by sequences and/or by the prefix tree (one reference each). A page held by the
-tree alone can be reclaimed at any time, so it counts as available.
+A page is free (0 references) or held by sequences, the prefix tree or both (one reference each). A page held only by
+the tree can be reclaimed at any time, so it counts as available.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from .invariant import violated
 
 
 class PagePool:
-    """`num_pages` pages, ids 0 .. num_pages - 1. The one freed last is taken first: it has its memory already (else a
-    prompt of 1,024 tokens wrote to 115 MB that nothing had touched, 3 to 5 % of its time in a virtual machine). Holders
-    free their pages from the last to the first, so that those of the next one lie in order.
+    """`num_pages` pages with ids 0 .. num_pages - 1.
+
+    Pages are reused last in, first out, because touched memory is already mapped: writing 1,024 prompt tokens to 115 MB
+    of untouched memory cost 3 to 5 % in a virtual machine. Holders free their pages from last to first, so that the
+    next holder gets them in order.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = deque(range(num_pages))
-        self.refs = [0] * num_pages  # holders of each page
-        self.in_tree = bytearray(num_pages)  # 1 for a page that the prefix tree holds
-        self.num_reclaimable = 0  # pages that the tree alone holds
+        self.refs = [0] * num_pages  # references per page
+        self.in_tree = bytearray(num_pages)  # 1 for pages held by the prefix tree
+        self.num_reclaimable = 0  # pages held only by the tree
         self._withdrawn: set[int] = set()
 
     @property
@@ -35,13 +37,13 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free pages plus those that eviction could free."""
+        """Free pages plus those that eviction can free."""
         return len(self._free) + self.num_reclaimable
 
     def states(self, most: int = 4096) -> bytes:
-        """One byte a page: 0 free, 1 held by the prefix tree alone, 2 in use; of a large pool every n-th, up to `most`.
+        """One byte per page: 0 free, 1 held only by the prefix tree, 2 in use. Samples large pools to `most` pages.
 
-        May be called from another thread: what it sees is a moment old.
+        May be called from another thread, with a slightly stale result.
         """
         step = -(-self.num_pages // most) or 1
         refs, in_tree = self.refs[::step], self.in_tree[::step]
@@ -53,7 +55,7 @@ class PagePool:
         return list(self._free)
 
     def withdraw(self, count: int) -> int:
-        """Take up to `count` free pages out of use for good; how many it was."""
+        """Permanently remove up to `count` free pages; returns the number removed."""
         taken = min(count, len(self._free))
         for _ in range(taken):
             page = self._free.pop()
@@ -62,7 +64,7 @@ class PagePool:
         return taken
 
     def take(self) -> int | None:
-        """A free page with one reference, or None when there is none."""
+        """Allocate a free page with one reference; None if there is none."""
         if not self._free:
             return None
         page = self._free.popleft()
@@ -76,7 +78,7 @@ class PagePool:
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
-        """One holder less; the last one frees the page."""
+        """Drop a reference; the last one frees the page."""
         assert self.refs[page] > 0, f"page {page} is free already"
         self.refs[page] -= 1
         if self.refs[page] == 0:
@@ -98,7 +100,7 @@ class PagePool:
         self.release(page)
 
     def check_integrity(self, held: dict[int, int]) -> None:
-        """Raise InvariantViolated unless counts match `held`: page -> references by sequences; the tree's are added."""
+        """Raise InvariantViolated unless all counts match `held` (page -> references by sequences) plus the tree's."""
         free = set(self._free)
         if len(free) != len(self._free):
             violated("a page is free twice")

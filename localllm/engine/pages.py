@@ -1,8 +1,7 @@
-"""Which pages and slots a sequence has: taking, sharing, giving back, handing them to the prefix tree. No torch.
+"""Page and slot management of sequences: allocation, sharing, release and handover to the prefix tree. No torch.
 
-One object owns the pools of all cache groups, the slots of states, and the tree over them. Every change keeps the
-invariant that a sequence holds exactly one reference on each page in its block tables, on its slot, and on that of the
-checkpoint which the present step writes.
+`Pages` owns the pools of all cache groups, the state slots and the prefix tree over them. Invariant: a sequence holds
+exactly one reference on each page in its block tables, on its slots, and on the checkpoint written by the current step.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from .page_pool import PagePool
 from .radix_cache import Node, RadixCache
 from .sequence import Sequence
 
-CHECKPOINT_EVERY = 2048  # tokens of a long prompt
-MIN_RECOMPUTED = 48  # tokens that a checkpoint must save
+CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt
+MIN_RECOMPUTED = 48  # a checkpoint must save recomputing at least this many tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy a page before this step writes: it was shared, and one of its holders goes its own way."""
+    """Copy a shared page before this step, because one of its holders is about to write to it."""
 
     group: int
     source: int
@@ -31,7 +30,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """Copy the states after this step: they become a checkpoint."""
+    """Copy the states after this step to a checkpoint."""
 
     source: int
     target: int
@@ -39,9 +38,9 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the states of sequences lie, of a model whose layers keep such.
+    """The state slots of a model with recurrent layers.
 
-    copy   (from, to): copies what a slot holds before the next step; from -1 it becomes zeros
+    copy   (from, to): copies a slot before the next step; from -1 clears it
     """
 
     count: int
@@ -49,10 +48,10 @@ class Slots:
 
 
 class Pages:
-    """The pages of all cache groups, and the slots.
+    """The pages of all cache groups, and the state slots.
 
-    num_pages   of each group
-    windows     per group: tokens a query looks back, itself included; None for full attention
+    num_pages   per group
+    windows     per group: tokens that a query attends to, including itself; None for full attention
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class Pages:
         self.prefix_cache = prefix_cache
 
     def num_needed(self, sequence: Sequence, group: int, num_tokens: int) -> int:
-        """Pages this group still lacks before the first `num_tokens` tokens of the sequence have a slot."""
+        """Pages that the sequence still needs in this group for its first `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.page_size) - len(sequence.block_tables[group]))
 
     def fits_ever(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a sequence of this length could run alone: full groups hold it all, window groups their window."""
+        """True if a sequence of this length could run alone: full groups hold all tokens, window groups the window."""
         size = self.page_size
         for pool, window in zip(self.pools, self.windows, strict=True):
             tokens = num_tokens if window is None else min(num_tokens, window + chunk + size)
@@ -85,7 +84,7 @@ class Pages:
         return True
 
     def can_admit(self, sequence: Sequence, first_tokens: int) -> bool:
-        """Whether full groups have room for the whole sequence so far, and window groups for its first chunk."""
+        """True if full groups have room for the whole sequence so far, and window groups for its first chunk."""
         for group, window in enumerate(self.windows):
             tokens = sequence.num_tokens if window is None else first_tokens
             if self.num_needed(sequence, group, tokens) > self.pools[group].num_available:
@@ -94,11 +93,11 @@ class Pages:
 
     @property
     def available(self) -> list[int]:
-        """Pages of each group, and slots, that are free or could be."""
+        """Pages per group, and slots, that are free or can be reclaimed."""
         return [pool.num_available for pool in (*self.pools, *([] if self.slots is None else [self.slots]))]
 
     def attach_prefix(self, sequence: Sequence) -> int:
-        """Give a fresh sequence the longest cached prefix that leaves to compute what it must; returns its tokens."""
+        """Attach the longest cached prefix to a fresh sequence; returns its number of tokens."""
         limit = sequence.num_cacheable
         if not self.looks_up(sequence):
             return 0
@@ -124,7 +123,7 @@ class Pages:
         return num_tokens
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make slots for the first `num_tokens` tokens. False, with nothing taken, when pages are short."""
+        """Allocate pages for the first `num_tokens` tokens, evicting if needed. False, taking none, if too few."""
         plan = [self.num_needed(sequence, group, num_tokens) for group in range(len(self.pools))]
         for group, count in enumerate(plan):
             short = count - self.pools[group].num_free
@@ -141,7 +140,7 @@ class Pages:
         return True
 
     def own_tail(self, sequence: Sequence, start: int) -> list[PageCopy] | None:
-        """Copy on write: make the page that token `start` goes to the sequence's own. None when pages are short."""
+        """Copy-on-write: give the sequence its own copy of a shared page of token `start`. None if pages run short."""
         copies: list[PageCopy] = []
         for group, pool in enumerate(self.pools):
             index = start // self.page_size
@@ -152,7 +151,7 @@ class Pages:
                 self.tree.evict(group, 1)
             page = pool.take()
             if page is None:
-                for copy in copies:  # undo: the other groups keep sharing
+                for copy in copies:  # undo, so that the other groups keep sharing
                     self.pools[copy.group].retain(copy.source)
                     self.pools[copy.group].release(copy.target)
                     sequence.block_tables[copy.group][index] = copy.source
@@ -164,15 +163,15 @@ class Pages:
         return copies
 
     def caches(self, sequence: Sequence) -> bool:
-        """Whether its pages go into the tree, and come from there."""
+        """True if the sequence uses the prefix cache."""
         return self.prefix_cache and sequence.request.use_prefix_cache
 
     def looks_up(self, sequence: Sequence) -> bool:
-        """Whether the tree is asked for a prefix of it."""
+        """True if the prefix cache is searched for a prefix of the sequence."""
         return self.caches(sequence) and sequence.num_cacheable > 0
 
     def take(self, wanted: Many[bool]) -> list[int | None] | None:
-        """A page of each group that is wanted, for the caller to hold; None, with nothing taken, when one is short."""
+        """Allocate a page in each wanted group, with a reference for the caller. None, taking none, if too few."""
         taken: list[int | None] = []
         for group, pool in enumerate(self.pools):
             if wanted[group] and pool.num_free == 0:
@@ -184,13 +183,13 @@ class Pages:
         return taken
 
     def give_back(self, taken: Many[int | None]) -> None:
-        """What `take` gave, or what the tree has instead."""
+        """Release pages from `take`, or the tree's pages that replaced them."""
         for pool, page in zip(self.pools, taken, strict=False):
             if page is not None:
                 pool.release(page)
 
     def take_slot(self, sequence: Sequence) -> bool:
-        """Give a sequence that has none a slot with the states behind its prefix; False when all are in use."""
+        """Give a sequence without one a slot with the states after its prefix; False if all slots are in use."""
         source = sequence.node.slot if sequence.node is not None else None
         return self._take_slot(sequence, -1 if source is None else source)
 
@@ -201,12 +200,12 @@ class Pages:
         if slot is None:
             return False
         sequence.slot = slot
-        if slot != source:  # else the checkpoint itself was evicted for it
+        if slot != source:  # otherwise the checkpoint itself was evicted and its slot reused
             self._copy_slot(source, slot)
         return True
 
     def add_checkpoint(self, node: Node, fill: Callable[[int], None]) -> None:
-        """Let a node have the states that `fill` writes into a slot, if there is one for them."""
+        """Attach the states that `fill` writes into a slot to a node as a checkpoint, if a slot is available."""
         if self.slots is None or node.slot is not None or (slot := self._free_slot()) is None:
             return
         fill(slot)
@@ -221,7 +220,7 @@ class Pages:
         return self.slots.take()
 
     def set_aside(self, sequence: Sequence) -> bool:
-        """Keep the states before guessed tokens are computed; False when no slot is left for them."""
+        """Save the states before draft tokens are computed; False if no slot is left."""
         if self._copy_slot is None:
             return True
         slot = self._free_slot()
@@ -232,7 +231,7 @@ class Pages:
         return True
 
     def end_aside(self, sequence: Sequence, goes_back: bool) -> None:
-        """The guessed tokens are checked: the states go back to those before them, or stay as they are."""
+        """After verification, restore the saved states or discard them."""
         if sequence.spare < 0 or self.slots is None or self._copy_slot is None:
             return
         if goes_back:
@@ -241,10 +240,10 @@ class Pages:
         sequence.spare = -1
 
     def checkpoint_after(self, sequence: Sequence) -> int | None:
-        """How many tokens shall be computed when the next checkpoint is taken: a whole number of pages.
+        """The number of computed tokens at which the next checkpoint is due, a whole number of pages; None for no more.
 
-        While it reads, the last page boundary that leaves one token to compute, and every CHECKPOINT_EVERY tokens until
-        then; while it answers, every page boundary. None: no more of them.
+        During prefill, it is due every CHECKPOINT_EVERY tokens and at the last page boundary before the final token;
+        during decoding, at every page boundary.
         """
         if self.slots is None or not self.caches(sequence):
             return None
@@ -257,7 +256,7 @@ class Pages:
         return after if worth else None
 
     def begin_checkpoint(self, sequence: Sequence, num_tokens: int) -> SlotCopy | None:
-        """What keeps the states of this step's end, `num_tokens` tokens, for the tree; None when no slot is left."""
+        """Allocate the checkpoint for the end of this step, after `num_tokens` tokens; None if no slot is left."""
         if self.slots is None or sequence.checkpoint is not None or not self.caches(sequence):
             return None
         slot = self._free_slot()
@@ -267,13 +266,13 @@ class Pages:
         sequence.num_kept_tokens = num_tokens
         return SlotCopy(sequence.slot, slot)
 
-    def _end_checkpoint(self, sequence: Sequence) -> None:
-        """Hand the checkpoint that a step has written to the tree; of an answer only the last one is kept."""
+    def _commit_checkpoint(self, sequence: Sequence) -> None:
+        """Hand the checkpoint that a step has written to the tree. Only the latest one of an answer is kept."""
         if sequence.checkpoint is None or self.slots is None:
             return
         (num_tokens, slot), node = sequence.checkpoint, sequence.node
         if num_tokens > sequence.num_computed_tokens:
-            return  # that step is still ahead
+            return  # written by a step that is still running ahead
         known = node is not None and node.parent is not None and sequence.num_tree_pages * self.page_size == num_tokens
         if node is not None and known and self.tree.keep(node, slot) and num_tokens > sequence.num_prompt_tokens:
             if sequence.answer_checkpoint is not None:
@@ -283,7 +282,7 @@ class Pages:
         sequence.checkpoint = None
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Let a child share its parent's pages and have a copy of its states; False when no slot is left for them."""
+        """Fork a child that shares its parent's pages and gets a copy of its states; False if no slot is left."""
         if not self._take_slot(child, parent.slot):
             return False
         for group, pool in enumerate(self.pools):
@@ -299,10 +298,10 @@ class Pages:
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """After a step: hand newly full pages to the tree, then give back what fell out of the windows."""
+        """After a step, hand newly filled pages to the tree, then release pages outside the windows."""
         if self.caches(sequence):
             self._grow_tree(sequence)
-        self._end_checkpoint(sequence)
+        self._commit_checkpoint(sequence)
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
@@ -318,9 +317,9 @@ class Pages:
     def _grow_tree(self, sequence: Sequence) -> None:
         size = self.page_size
         if sequence.num_tree_pages >= sequence.num_computed_tokens // size:
-            return  # before a root is made, which would stay: whoever asks chooses the salt
+            return  # do not create a root yet: clients choose salts, and an empty root would never be freed
         if sequence.node is not None and sequence.node.parent is None:
-            return  # its node was evicted with its last window page: nothing below it could be found again
+            return  # its node was evicted with its last window page, so nothing below could be found again
         node = sequence.node or self.tree.root(sequence.cache_salt)
         for index in range(sequence.num_tree_pages, sequence.num_computed_tokens // size):
             pages = [table[index] if table[index] >= 0 else None for table in sequence.block_tables]
@@ -334,7 +333,7 @@ class Pages:
             sequence.num_tree_pages = index + 1
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the pages behind the last one that holds a computed token."""
+        """Release the pages after the last one with a computed token."""
         kept = -(-sequence.num_computed_tokens // self.page_size)
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             for page in reversed(table[kept:]):
@@ -359,7 +358,7 @@ class Pages:
         sequence.num_kept_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantViolated unless every reference is accounted for by these sequences and the tree."""
+        """Raise InvariantViolated unless these sequences and the tree account for every reference."""
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         in_slots: Counter[int] = Counter()
         for sequence in sequences:
@@ -374,6 +373,6 @@ class Pages:
 
 
 def _slots_of(sequence: Sequence) -> list[int]:
-    """The slots that a sequence holds: its own, the one before guessed tokens, the checkpoint being written."""
+    """The slots that a sequence holds: its own, the one saved before draft tokens, and the checkpoint being written."""
     written = [sequence.checkpoint[1]] if sequence.checkpoint is not None else []
     return [*(slot for slot in (sequence.slot, sequence.spare) if slot >= 0), *written]

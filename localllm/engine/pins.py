@@ -1,7 +1,7 @@
-"""Which prefixes are pinned, and how many may be: for any thread.
+"""Pinned prefixes and their limits; may be used from any thread.
 
-Pins give an order of eviction, not room of their own: a running sequence that finds no other page takes a pinned one,
-of the least priority first. What the plan lets run therefore runs with any pins.
+Pins change the order of eviction but reserve no pages: a running sequence that finds no other page takes a pinned one,
+lowest priority first. So pins never prevent a planned request from running.
 """
 
 from __future__ import annotations
@@ -14,30 +14,37 @@ from math import inf
 from uuid import uuid4
 
 from localllm.errors import InvalidRequest
+from localllm.terminal import counted
 
 from .pages import Pages
 from .radix_cache import Pin, digest_after, root_digest
 
 MOST_PINS = 1000
-SHARE = 0.5  # of the pages, that pins may cover together
+SHARE = 0.5  # most of the pages that all pins together may cover
 
 
 class PinBoard:
-    """The pins of one engine; `ask` has something done by its thread."""
+    """The pins of one engine; `ask` queues a call for its thread."""
 
     def __init__(self, pages: Pages, ask: Callable[[Callable[[], None]], None]) -> None:
         self._pages, self._ask = pages, ask
         self._lock = threading.Lock()
-        self._pins: dict[str, tuple[Pin, set[bytes]]] = {}  # with the names of its pages
+        self._pins: dict[str, tuple[Pin, set[bytes]]] = {}  # id -> pin and digests of its pages
 
     def add(self, token_ids: Many[int], priority: int = 1, seconds: float = inf) -> Pin:
-        """Pin the full pages of a prefix (of prompts without a salt) from the next step on. Raises InvalidRequest."""
+        """Pin the full pages of a prefix, for prompts without a salt, from the next step on. Raises InvalidRequest."""
         size, total = self._pages.page_size, self._pages.pools[0].num_pages
         whole = tuple(token_ids[: len(token_ids) // size * size])
         if not self._pages.prefix_cache:
-            raise InvalidRequest("this model keeps no prefixes", "start it without --no-prefix-cache", param="model")
+            raise InvalidRequest(
+                "the prefix cache of this model is off", "start it without --no-prefix-cache", param="model"
+            )
         if not whole:
-            raise InvalidRequest(f"{len(token_ids)} tokens fill no page of {size}", "pin a longer one", param="prompt")
+            raise InvalidRequest(
+                f"the prefix has {counted(len(token_ids), 'token')}, but a page has {size}",
+                "pin a longer prefix",
+                param="prompt",
+            )
         pin = Pin(whole, priority, time.monotonic() + seconds, f"pin-{uuid4().hex[:16]}")
         names = self._names(pin)
         with self._lock:
@@ -45,9 +52,9 @@ class PinBoard:
             count, most = len(names.union(*(held for _, held in self._pins.values()))), int(total * SHARE)
             if count > most or len(self._pins) >= MOST_PINS:
                 raise InvalidRequest(
-                    f"{count:,} of {total:,} pages would be pinned by {len(self._pins) + 1:,} pins,"
-                    f" at most {most:,} pages and {MOST_PINS:,} pins may be",
-                    "release one that is not needed, or pin a shorter prefix",
+                    f"{len(self._pins) + 1:,} pins would cover {count:,} of {total:,} pages,"
+                    f" but at most {MOST_PINS:,} pins and {most:,} pages are allowed",
+                    "remove a pin that is no longer needed, or pin a shorter prefix",
                     param="prompt",
                 )
             self._pins[pin.pin_id] = pin, names
@@ -62,13 +69,13 @@ class PinBoard:
         return names
 
     def all(self) -> list[Pin]:
-        """Those whose time is not over, in the order in which they came."""
+        """All pins that have not expired, oldest first."""
         with self._lock:
             self._drop_old()
             return [pin for pin, _ in self._pins.values()]
 
     def remove(self, pin_id: str) -> bool:
-        """False where there is no such pin."""
+        """Remove a pin; False if it does not exist."""
         with self._lock:
             self._drop_old()
             return self._drop(pin_id)

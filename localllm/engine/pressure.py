@@ -1,8 +1,8 @@
-"""What the engine does when memory runs out in a step: preempt, shrink, tell. Never die of it.
+"""Recovery from out-of-memory errors in a step: lower the limits, preempt, and report, instead of failing.
 
-Each failed step makes the next one smaller, so that it ends: chunks of half the size, then one sequence fewer at once;
-only when a single sequence with the smallest chunk does not fit either does its request fail. After many good steps
-the limits go back up: another process may have taken the memory for a while.
+Every failed step lowers the limits of the next: first no drafts, then half the chunk size, then one sequence fewer. A
+request fails only if a single sequence with the smallest chunk does not fit. After many good steps the limits rise
+again, because another process may have held the memory only for a while.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .scheduler import Scheduler, Step
 
 log = logging.getLogger(__name__)
 
-MIN_CHUNK = 16  # prompt tokens per step below which nothing is won any more
-GOOD_STEPS = 512  # steps without trouble before the limits are doubled again
+MIN_CHUNK = 16  # prompt tokens per step; smaller chunks save no more memory
+GOOD_STEPS = 512  # successful steps before the limits are doubled again
 
 
 class Pressure:
-    """The limits of one scheduler, lowered and raised."""
+    """Lowers and raises the limits of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._full = scheduler.limits
         self._good = 0
-        self.num_relieved = 0  # steps that ran out of memory and were tried again smaller
+        self.num_relieved = 0  # steps that ran out of memory and were retried with lower limits
 
     @property
     def note(self) -> str:
-        """What is smaller than planned now, for the run summary; nothing when all is as planned."""
+        """The limits below plan, for the run summary; "" if none are."""
         now = self._scheduler.limits
         if now == self._full:
             return ""
@@ -42,13 +42,13 @@ class Pressure:
             parts.append(f"prompts in chunks of {now.prefill_budget} instead of {self._full.prefill_budget} tokens")
         if now.drafts < self._full.drafts:
             parts.append("no speculation")
-        return f"memory ran out: {', '.join(parts)}" if parts else ""
+        return f"limits lowered after running out of memory: {', '.join(parts)}" if parts else ""
 
     def relieve(self, step: Step) -> bool:
-        """Make the next step smaller than this one, which ran out of memory. False when it cannot be."""
+        """Lower the limits after this step ran out of memory. False if they cannot go lower."""
         self._good = 0
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what the allocator holds in pieces of the wrong size
+            torch.cuda.empty_cache()  # frees fragments that the allocator cached
         limits = self._scheduler.limits
         largest = max((part.num_tokens for part in step.scheduled), default=0)
         if limits.whole and len(step.scheduled) == 1:

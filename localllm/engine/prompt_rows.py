@@ -1,4 +1,4 @@
-"""What is read off the rows of a prompt: scores, log-probabilities, pooled hidden states."""
+"""Outputs of prompt rows: scores, prompt log-probabilities and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .sequence import Sequence
 
 
 def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int) -> Iterator[TokenEvent]:
-    """Events with scores; pooled states and prompt log-probabilities are kept for the sequence's last or first event.
+    """Yield events with scores; collect pooled states and prompt log-probabilities in the sequence for later events.
 
-    row  of `output` that is the first of `part`
+    row  the first row of `part` in `output`
     """
     sequence = part.sequence
-    skip = max(0, sequence.num_rows_done - part.start)  # done before a preemption
+    skip = max(0, sequence.num_rows_done - part.start)  # rows taken before a preemption
     if skip >= part.num_tokens or sequence.num_rows_done >= sequence.num_prompt_tokens:
         return
     at, end = part.start + skip, row + part.num_tokens
@@ -31,7 +31,7 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
             sequence.pooled = rows[-1].clone()
         elif sequence.request.pooling == "cls":
             sequence.pooled = rows[0].clone() if sequence.pooled is None else sequence.pooled
-        else:  # the mean, once it is divided
+        else:  # a sum, divided into the mean by `pooled_event`
             sequence.pooled = rows.sum(0) if sequence.pooled is None else sequence.pooled + rows.sum(0)
         sequence.num_rows_done = part.start + part.num_tokens
         return
@@ -50,9 +50,9 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
 
 
 def pooled_event(sequence: Sequence, projected: Callable[[Tensor], Tensor]) -> TokenEvent:
-    """The event of a prompt that was only read, with its embedding where one was asked for.
+    """The final event of a request without output tokens, with its embedding if requested.
 
-    projected   what the model does with a pooled vector
+    projected   the model's projection of a pooled vector
     """
     event = TokenEvent(sequence.request.request_id, sequence.index)
     if sequence.pooled is not None:

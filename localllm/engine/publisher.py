@@ -1,4 +1,4 @@
-"""From sequences to streams: the events of a step, the terminal event of every answer, and those who read them."""
+"""Publishes the events of a step to the streams of their requests, with one terminal event per answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[TokenEvent], None]
 
-GATHER_S = 0.05  # between two looks of a reader who waits for the end
-UNREAD_PIECES = 2  # pieces of scores that may wait for their reader before the request pauses
+GATHER_S = 0.05  # polling interval of `gathered`
+UNREAD_PIECES = 2  # unread pieces of scores after which a request pauses
 
 
 class RequestStream:
-    """The events of one request, in order. Iterating ends after the terminal event of its last answer.
+    """The events of one request, in order. Iteration ends after the terminal event of its last answer.
 
-    abort     called with the request's id to end it
-    listener  takes the events, in the engine's thread, instead of the queue
+    abort     called with the request id to abort it
+    listener  receives the events in the engine's thread, instead of the queue
     """
 
     def __init__(self, request: Request, abort: Callable[[str], None], listener: Listener | None = None) -> None:
@@ -38,12 +38,12 @@ class RequestStream:
         self._events: SimpleQueue[TokenEvent] = SimpleQueue()
         self._ended = threading.Event()
         self.submit_time = time.monotonic()
-        self.num_unread_pieces = 0  # pieces of scores that wait for the reader
+        self.num_unread_pieces = 0  # unread pieces of scores
         self._open = 1 if request.only_reads else request.params.n
         self._unread = self._open
 
     def put(self, event: TokenEvent) -> None:
-        """Called by the engine's thread."""
+        """Deliver an event; called in the engine's thread."""
         if event.finish_reason is not None:
             self._open -= 1
         if event.scores is not None:
@@ -57,16 +57,16 @@ class RequestStream:
 
     @property
     def num_open(self) -> int:
-        """Answers that had no terminal event yet."""
+        """Number of answers without a terminal event so far."""
         return self._open
 
     @property
     def is_done(self) -> bool:
-        """Whether every answer had its terminal event published."""
+        """True once the terminal events of all answers are published."""
         return self._open <= 0
 
     def get(self, timeout: float | None = None) -> TokenEvent | None:
-        """The next event, or None after `timeout` seconds."""
+        """The next event; None after `timeout` seconds."""
         try:
             event = self._events.get(timeout=timeout)
         except Empty:
@@ -83,8 +83,9 @@ class RequestStream:
             yield event
 
     def gathered(self) -> Iterator[TokenEvent]:
-        """The same for a reader who wants the whole: some events at a time, and the last ones at once. One that wakes
-        for every token takes a core from the step that is being computed.
+        """Iterate in batches, for a reader that only needs the complete answer.
+
+        A reader that wakes up for every token would take a core from the running step.
         """
         while self._unread > 0:
             self._ended.wait(GATHER_S)
@@ -97,7 +98,7 @@ class RequestStream:
 
 
 class Publisher:
-    """The streams of the requests under way, and the events that wait for the end of the step."""
+    """The streams of all requests in progress, and the events queued until the end of the step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -109,7 +110,7 @@ class Publisher:
         self._events.append(event)
 
     def finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:
-        """Make a sequence's terminal event, and those of children it never split off, and take it off."""
+        """Queue the terminal events of a sequence and its unforked children, and remove it from the scheduler."""
         event = event or TokenEvent(sequence.request.request_id, sequence.index)
         event.finish_reason, event.stop_reason = reason, sequence.stop_reason
         if sequence.stop_check is not None:
@@ -117,13 +118,13 @@ class Publisher:
         event.usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)
         event.timing = timing_of(sequence)
         if sequence.num_output_tokens >= PACE_TOKENS:
-            own = 1 - sequence.num_accepted_tokens / sequence.num_output_tokens  # without what was guessed right
+            own = 1 - sequence.num_accepted_tokens / sequence.num_output_tokens  # without accepted draft tokens
             self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps * own)
         forks, sequence.pending_forks = sequence.pending_forks, 0
         self.add(event)
         for index in range(1, forks + 1):
             self.add(replace(event, index=index, token_ids=[], text=None))
-        self._scheduler.remove(sequence)  # what it raises ends the engine, and this answer has its end
+        self._scheduler.remove(sequence)  # last, since an exception here stops the engine
 
     def fail(self, sequence: Sequence, error: LocalLLMError) -> None:
         if sequence.finish_reason is FinishReason.ERROR:
@@ -132,7 +133,7 @@ class Publisher:
         self.finish(sequence, FinishReason.ERROR, TokenEvent(sequence.request.request_id, sequence.index, error=error))
 
     def refuse(self, stream: RequestStream, error: LocalLLMError) -> None:
-        """End every answer of a request that no sequence stands for."""
+        """End every answer of a request that has no sequence."""
         for index in range(stream.num_open):
             self.add(TokenEvent(stream.request.request_id, index, finish_reason=FinishReason.ERROR, error=error))
 
@@ -141,13 +142,13 @@ class Publisher:
             self.finish(sequence, FinishReason.ABORT)
 
     def publish(self) -> None:
-        for event in self._events:  # grows where a listener fails
+        for event in self._events:  # may grow during the loop, if a listener fails
             stream = self.streams.get(event.request_id)
             if stream is None:
                 continue
             try:
                 stream.put(event)
-            except Exception:  # a listener's fault ends its own request
+            except Exception:  # a failing listener ends only its own request
                 log.exception("a listener failed")
                 self.abort(event.request_id)
             if stream.is_done:
@@ -155,7 +156,7 @@ class Publisher:
         self._events.clear()
 
     def hold_back_readers(self) -> None:
-        """Pause score requests whose reader is behind: a piece can be 64 MB."""
+        """Pause score requests whose reader is behind, because a piece can be 64 MB."""
         for sequence in self._scheduler.running:
             if sequence.request.score:
                 stream = self.streams.get(sequence.request.request_id)

@@ -1,14 +1,14 @@
-"""The prefix tree: which pages hold the keys and values of which tokens. No torch.
+"""The prefix cache: a radix tree that maps token prefixes to pages of the KV cache. No torch.
 
-A node is one full page: the edge to it is the page's token ids, below a root per salt (salt and model identity never
-mix). It holds one page id per cache group. A full-attention group needs every page of a prefix; a window group of W
-tokens only the pages of its last W tokens, so a node may have lost its page of such a group (None).
+A node is one full page, keyed by its token ids, below one root per salt; prefixes with different salts are never
+shared. It holds one page id per cache group. A full-attention group needs every page of a prefix; a group with a
+sliding window of W tokens only needs the pages of the last W, so a node may have lost its page of such a group (None).
 
-Of a model whose layers keep states, a few nodes hold a checkpoint, too: the slot with the states after their last
-token. A prefix then ends at a node that has one.
+For models with recurrent layers, some nodes also hold a checkpoint: the slot with the states after their last token. A
+usable prefix then ends at a node with a checkpoint.
 
-Sequences that use a node's pages hold references of their own, and hold all pages of the full group up to their end;
-therefore a node whose first-group page is held by the tree alone has no user below it, and eviction may take leaves.
+Sequences hold their own references on a node's pages, and on all pages of the full-attention group up to their end.
+So a node whose first-group page is held by the tree alone has no users below it, and leaves can be evicted safely.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from typing import Protocol
 from .invariant import violated
 from .page_pool import PagePool
 
-# nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page
+# minimum number of nodes per eviction, which scans the whole tree and so must not run for every single page
 EVICT_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A prefix whose full pages are evicted after those of lesser priority; unpinned ones have 0."""
+    """A prefix whose full pages are evicted after those of lower priority; unpinned pages have priority 0."""
 
     token_ids: tuple[int, ...]
     priority: int = 1
-    until: float = math.inf  # on the monotonic clock
+    until: float = math.inf  # expiry on the monotonic clock
     pin_id: str = ""
 
 
 class Pins(dict[tuple[int, ...], "Pins"]):
-    """Pinned paths: the key of a page -> what is pinned below it. `held`: the pins that this page is of."""
+    """A tree of pinned pages: page key -> pins below it. `held` are the pins that include this page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,17 +53,17 @@ class Pins(dict[tuple[int, ...], "Pins"]):
 
 
 def root_digest(salt: str) -> bytes:
-    """What the first page of a prompt with this salt follows."""
+    """The parent digest of the first page of a prompt with this salt."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def digest_after(parent: bytes, key: tuple[int, ...]) -> bytes:
-    """A name for the tokens `key` behind all those that `parent` names, the same in every process."""
+    """The digest of tokens `key` after the prefix with digest `parent`; equal in every process."""
     return blake2b(parent + repr(key).encode(), digest_size=16).digest()
 
 
 class Node:
-    """One page of tokens in the tree."""
+    """One full page in the tree."""
 
     __slots__ = ("_digest", "children", "key", "last_used", "pages", "parent", "pins", "slot")
 
@@ -73,16 +73,16 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.last_used = 0
-        self.slot: int | None = None  # of its checkpoint
-        self.pins: Pins | None = None  # what is pinned below; None for a node that is not on a pinned path
+        self.slot: int | None = None  # slot of its checkpoint
+        self.pins: Pins | None = None  # its place in the tree of pins; None off pinned paths
         self._digest = b""
 
     @property
     def digest(self) -> bytes:
-        """Names all tokens up to the end of this page, and their salt. Not of a node that has left the tree."""
+        """Digest of the salt and all tokens up to the end of this page. Not available once the node left the tree."""
         path, node = [], self
         while not node._digest:
-            assert node.parent is not None, "it left the tree before anybody asked"
+            assert node.parent is not None, "the node left the tree before its digest was computed"
             path.append(node)
             node = node.parent
         for below in reversed(path):
@@ -92,24 +92,24 @@ class Node:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order of eviction: pinned ones last, by their priority, else the least recently used first."""
+        """Eviction order: by pin priority, then least recently used first."""
         return (0 if self.pins is None else self.pins.priority), self.last_used
 
 
 class Watcher(Protocol):
-    """Is told what the tree gains and loses, in the engine's thread; what it raises ends the engine."""
+    """Observer of the tree, called in the engine's thread; an exception stops the engine."""
 
-    def stored(self, node: Node) -> None: ...  # a page
-    def kept(self, node: Node) -> None: ...  # the states behind it
-    def removed(self, node: Node) -> None: ...  # about to leave
+    def stored(self, node: Node) -> None: ...  # a page was added
+    def kept(self, node: Node) -> None: ...  # a checkpoint was added
+    def removed(self, node: Node) -> None: ...  # the node is about to leave the tree
 
 
 class RadixCache:
-    """Prefixes over the page pools of all cache groups.
+    """The prefix cache over the page pools of all cache groups.
 
     pools     one per cache group
     windows   per group: None for full attention, else the window in tokens
-    slots     of checkpoints and sequences; None for a model that keeps no states
+    slots     state slots of checkpoints and sequences; None for models without recurrent layers
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RadixCache:
         self.num_hit_tokens = 0  # counted by the scheduler, once per admitted request
 
     def root(self, salt: str) -> Node:
-        """The root for a salt, made when first asked for."""
+        """The root for a salt, created on first use."""
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Node(None, (), [])
@@ -141,7 +141,7 @@ class RadixCache:
         return node
 
     def pin(self, pin: Pin) -> None:
-        """Evict the full pages of this prefix, of prompts without a salt, by the pin's priority."""
+        """Raise the eviction priority of this prefix's full pages, for prompts without a salt."""
         pins, node = self._pins, self._roots.get("")
         for key in self.keys(pin.token_ids):
             pins = pins.setdefault(key, Pins())
@@ -151,25 +151,25 @@ class RadixCache:
                 node.pins = pins
 
     def unpin(self, pin: Pin) -> None:
-        """The opposite, for one that was pinned."""
+        """Undo `pin`."""
         above, node = self._pins, self._roots.get("")
         for key in self.keys(pin.token_ids):
             pins = above[key]
             pins.held.remove(pin)
             node = None if node is None else node.children.get(key)
-            if not pins.held:  # nor is anything below held by another
+            if not pins.held:  # pins below would be held here as well
                 del above[key]
                 if node is not None:
                     node.pins = None
             above = pins
 
     def keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Of the full pages of these tokens."""
+        """The keys of the full pages of these tokens."""
         size = self.page_size
         return (tuple(token_ids[start : start + size]) for start in range(0, len(token_ids) // size * size, size))
 
     def match(self, token_ids: Sequence[int], salt: str, limit: int) -> list[Node]:
-        """The nodes of the longest usable prefix of at most `limit` tokens, in order. Touches them, holds nothing."""
+        """The nodes of the longest usable prefix of at most `limit` tokens. Marks them as used, without references."""
         size = self.page_size
         node = self._roots.get(salt)
         path: list[Node] = []
@@ -182,19 +182,20 @@ class RadixCache:
                 node = child
         length = self._usable(path)
         del path[length:]
-        for node in path:  # the deepest last: of checkpoints on one path the first ones go first
+        for node in path:  # deepest last, so that earlier checkpoints of a path are evicted first
             self._clock += 1
             node.last_used = self._clock
         return path
 
     def needed_from(self, group: int, num_tokens: int) -> int:
-        """The first page index that a query at position `num_tokens` still reads in this group."""
+        """Index of the first page that a query at position `num_tokens` reads in this group."""
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window + 1) // self.page_size
 
     def _usable(self, path: list[Node]) -> int:
-        """The longest length, in pages, for which every window group still has the pages it would read, and at whose
-        end there is a checkpoint where the model keeps states.
+        """Length in pages of the longest usable prefix of a path.
+
+        Every window group must still have the pages it would read, and models with states need a checkpoint at its end.
         """
         runs = [0] * len(self.windows)  # consecutive pages present, ending at the current index
         best = 0
@@ -210,10 +211,10 @@ class RadixCache:
         return best
 
     def insert(self, node: Node, key: tuple[int, ...], pages: Sequence[int | None]) -> tuple[Node, list[int | None]]:
-        """Put one full page below `node`, and return its node with the pages the sequence shall use from now on.
+        """Insert a full page below `node`; returns its node and the pages that the sequence must use from now on.
 
-        A new node takes references of its own on `pages`. Where the tree has the page already, the sequence is given
-        the tree's page instead: the caller's reference on its own copy is released and one on the tree's is taken.
+        A new node takes its own references on `pages`. If the tree already has the page, the sequence switches to the
+        tree's: the caller's reference on its own copy is released and one on the tree's page is taken.
         """
         self._clock += 1
         child = node.children.get(key)
@@ -243,7 +244,7 @@ class RadixCache:
         return child, used
 
     def keep(self, node: Node, slot: int) -> bool:
-        """Let a node hold a checkpoint; False when it has one already."""
+        """Attach a checkpoint to a node; False if it already has one."""
         assert self.slots is not None
         if node.slot is not None:
             return False
@@ -254,19 +255,19 @@ class RadixCache:
         return True
 
     def drop(self, node: Node) -> None:
-        """Forget a node's checkpoint, if it has one."""
+        """Remove a node's checkpoint, if it has one."""
         if node.slot is not None and self.slots is not None:
             self.slots.leave_tree(node.slot)
             node.slot = None
 
     def evict_checkpoint(self) -> None:
-        """Free the slot of the least recently used checkpoint, if there is any; pinned ones last."""
+        """Free the slot of the least recently used checkpoint, if any; pinned ones last."""
         oldest = min((n for n in self.nodes() if n.slot is not None), key=lambda n: n.rank, default=None)
         if oldest is not None:
             self.drop(oldest)
 
     def evict(self, group: int, num_pages: int) -> int:
-        """Free at least `num_pages` pages of a group, least recently used first; returns how many it could."""
+        """Free at least `num_pages` pages of a group, least recently used first; returns the number it could free."""
         evict = self._evict_leaves if self.windows[group] is None else self._evict_window
         return evict(group, num_pages)
 
@@ -274,36 +275,36 @@ class RadixCache:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         order = count()
-        heap = [(n.rank, next(order), n) for n in self.nodes() if not n.children and self._idle(n)]
+        heap = [(n.rank, next(order), n) for n in self.nodes() if not n.children and self._is_unused(n)]
         heapify(heap)
-        while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if they must
+        while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if needed
             _, _, node = heappop(heap)
             freed += node.pages[group] is not None
             for pool, page in zip(self.pools, node.pages, strict=True):
                 if page is not None:
                     pool.leave_tree(page)
             parent = self._detach(node)
-            if parent.parent is not None and not parent.children and self._idle(parent):
+            if parent.parent is not None and not parent.children and self._is_unused(parent):
                 heappush(heap, (parent.rank, next(order), parent))
         return freed
 
     def _evict_window(self, group: int, num_pages: int) -> int:
-        """Window pages may go from any node: the tokens before a window are not read again."""
+        """Evict pages of a window group, from any node, since tokens before a window are never read again."""
         pool = self.pools[group]
         held = [n for n in self.nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
         held = sorted(held, key=lambda n: n.rank)[: max(num_pages, EVICT_BATCH)]
-        while len(held) > num_pages and held[-1].rank[0]:  # pinned ones only if they must
+        while len(held) > num_pages and held[-1].rank[0]:  # pinned ones only if needed
             held.pop()
-        for node in reversed(held):  # pages are taken again in order (`PagePool`)
+        for node in reversed(held):  # freed last to first, so that they are taken again in order (`PagePool`)
             page = node.pages[group]
             assert page is not None
             node.pages[group] = None
             pool.leave_tree(page)
             while node.parent is not None and not node.children and not any(p is not None for p in node.pages):
-                node = self._detach(node)  # nothing left to find here
+                node = self._detach(node)  # an empty leaf
         return len(held)
 
-    def _idle(self, node: Node) -> bool:
+    def _is_unused(self, node: Node) -> bool:
         return all(page is None or pool.refs[page] == 1 for pool, page in zip(self.pools, node.pages, strict=True))
 
     def _detach(self, node: Node) -> Node:
@@ -319,11 +320,11 @@ class RadixCache:
         return parent
 
     def clear(self) -> None:
-        """Forget every prefix that nobody uses at the moment."""
+        """Evict every prefix that no sequence uses."""
         self._evict_leaves(0, self.num_nodes)
 
     def nodes(self) -> Iterator[Node]:
-        """Every page, parents before children."""
+        """All nodes, parents before children."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -331,7 +332,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check_integrity(self) -> None:
-        """Raise InvariantViolated unless every page in a node is marked so in its pool, once; keys are full pages."""
+        """Raise InvariantViolated unless nodes hold full pages, each once, that their pools mark as cached."""
         seen: list[set[int]] = [set() for _ in self.pools]
         num_nodes = 0
         for node in self.nodes():
@@ -339,7 +340,7 @@ class RadixCache:
             if len(node.key) != self.page_size:
                 violated(f"a node holds {len(node.key)} tokens")
             if node.parent is None or node.parent.children[node.key] is not node:
-                violated("a node its parent does not know")
+                violated("a node is missing from its parent")
             for group, page in enumerate(node.pages):
                 if page is None:
                     continue

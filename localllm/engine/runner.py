@@ -1,4 +1,4 @@
-"""Weights, caches, one forward and one sampling: `Step` -> logits of the rows that are wanted -> tokens."""
+"""The model runner: runs one forward pass and samples from it. `Step` -> logits of the requested rows -> tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .scheduler import Step
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
-LOGIT_BYTES = 64 << 20  # most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary
+LOGIT_BYTES = 64 << 20  # most float32 logits held at once when many rows are needed: 64 rows of a 262k vocabulary
 
 
 class ForwardOutput:
-    """The wanted rows of a forward pass, turned into logits when they are needed.
+    """The requested rows of a forward pass, converted to logits on demand.
 
-    hidden  [num_rows, hidden], before the last norm
-    ready   float32 [num_rows, vocab] where a graph or a step has computed the logits, too; then all of it is valid only
-            until the next forward
-    shape   of that graph, None without one
-    places  of the wanted rows in `hidden` and `ready`, those of a sequence side by side; None: all rows are wanted
-    best    int64 [num_rows], where it is known: the first place of the largest logit of each row, -1 where one is NaN
+    hidden  [num_rows, hidden], before the final norm
+    ready   float32 [num_rows, vocab] if the pass computed the logits as well (in a graph or a fused step); then all
+            tensors are only valid until the next forward pass
+    shape   shape of the graph; None without one
+    places  indices of the requested rows in `hidden` and `ready`, contiguous per sequence; None for all rows
+    best    int64 [num_rows], if known: index of the first largest logit of each row, -1 if the row contains NaN
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class ForwardOutput:
         self._best = best
 
     def places(self, rows: list[int]) -> list[int]:
-        """Where wanted rows are in `ready`."""
+        """Indices of requested rows in `ready`."""
         return rows if self._places is None else [self._places[row] for row in rows]
 
     def logits(self, rows: list[int]) -> Tensor:
-        """float32 [len(rows), vocab]"""
+        """The logits of these rows, float32 [len(rows), vocab]."""
         source = self._hidden if self.ready is None else self.ready
         rows = self.places(rows)
         picked = source if rows == list(range(source.shape[0])) else source[rows]
         return self._model.logits(picked) if self.ready is None else picked
 
     def best(self, rows: list[int]) -> list[int] | None:
-        """The place of the largest logit of each of these rows, -1 where one is NaN; None where nobody looked."""
+        """Index of the largest logit of each of these rows, -1 for rows with NaN; None if not computed."""
         if self._best is None:
             return None
         found = self._best.tolist()
         return [found[row] for row in rows]
 
     def normed(self, start: int, end: int) -> Tensor:
-        """Rows [start, end) after the last norm, float32 [rows, hidden]."""
+        """Rows [start, end) after the final norm, float32 [rows, hidden]."""
         (first,) = self.places([start])
         return self._model.normed(self._hidden[first : first + end - start])
 
@@ -88,17 +88,17 @@ class ForwardOutput:
 
 
 class Listener(Protocol):
-    """Hears what a model thinks of every token that is computed."""
+    """Receives the hidden states of every computed token."""
 
     def hear(self, step: Step, hidden: Tensor) -> None:
-        """`hidden` [num_tokens, hidden]: before the last norm, valid until the next step."""
+        """Called after every forward pass. `hidden` [num_tokens, hidden] is before the final norm."""
 
 
 class Runner:
-    """Runs a model over its cache, in inference mode where its caller is.
+    """Runs a model over its KV cache. The caller must be in inference mode.
 
-    graphs   decode steps replayed from captured graphs; None runs everything eagerly
-    sampler  samples where the logits are; None: on the host
+    graphs   captured decode steps; None runs everything eagerly
+    sampler  samples on the device; None samples on the host
     """
 
     def __init__(
@@ -114,20 +114,21 @@ class Runner:
         self.vocab_size = vocab_size
         self.graphs = graphs
         self.sampler = sampler
-        self.listener: Listener | None = None  # is told the hidden states of every token
-        self.beside: dict[str, DecodeGraphs] = {}  # graphs of what guesses for the model, by what that is
+        self.listener: Listener | None = None  # receives the hidden states of every token
+        self.beside: dict[str, DecodeGraphs] = {}  # graphs of the drafters, by name
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
     def capture(
         self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
     ) -> tuple[Shape, ...]:
-        """Capture decode steps (`DecodeGraphs.capture`), sampling from their logits, and when none is left what guesses
-        for them; returns the shapes left. `graphs.failure` says what could not be captured.
+        """Capture decode steps (`DecodeGraphs.capture`), sampling from their logits, and finally the drafters' graphs.
+
+        Returns the shapes left to capture. `graphs.failure` describes what could not be captured.
         """
         if self.graphs is None:
             return ()
         for graphs in self.beside.values():
-            # their replays write where a graph captured from now on may leave its logits, before these are sampled
+            # a replay of an old drafter graph could overwrite the logits of a newly captured graph before sampling
             graphs.buckets = ()
         left = self.graphs.capture(left, stop)
         if self.sampler is not None:
@@ -139,10 +140,10 @@ class Runner:
         return left
 
     def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:
-        """Copy shared pages that are about to be written, run the model, and keep states as checkpoints.
+        """Copy shared pages that are about to be written, run the model, and save state checkpoints.
 
-        before      where the tokens of a step that is ahead come from
-        num_layers  only the first so many layers, without graphs, to see what a step takes
+        before      provides the input tokens of a step that runs ahead
+        num_layers  runs only the first layers, without graphs, to measure memory
         """
         for copy in step.copies:
             self.cache.copy_page(copy.group, copy.source, copy.target)
@@ -158,37 +159,37 @@ class Runner:
         if self.graphs is not None and bucket is not None:
             hidden, logits = self.graphs.replay(bucket, parts, before)
             starts = list(accumulate((part.num_tokens for part in parts), initial=0))
-            self._tell(step, hidden[: starts.pop()])
+            self._notify(step, hidden[: starts.pop()])
             wanted = [row for part, start in zip(parts, starts, strict=True) for row in row_range(part, start)]
             return ForwardOutput(self.model, hidden, logits, bucket.shape, wanted)
-        self._see(step)
+        self._encode_images(step)
         batch = self.builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
-            if batch.images or not batch.wants_every_row:  # a grammar forced some of the tokens
-                hidden = self._told(step, batch)
+            if batch.images or not batch.wants_every_row:  # for example, a grammar forced some of the tokens
+                hidden = self._forward_and_notify(step, batch)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
             hidden, logits, best = self.model.step(batch, self.cache, greedy)
-            self._tell(step, hidden)
+            self._notify(step, hidden)
             return ForwardOutput(self.model, hidden, logits, best=best)
         if num_layers is None:
-            return ForwardOutput(self.model, self._told(step, batch))
+            return ForwardOutput(self.model, self._forward_and_notify(step, batch))
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, num_layers=num_layers))
 
-    def _told(self, step: Step, batch: ForwardBatch) -> Tensor:
-        """Run the model, tell who listens, and return the wanted rows."""
+    def _forward_and_notify(self, step: Step, batch: ForwardBatch) -> Tensor:
+        """Run the model, notify the listener, and return the requested rows."""
         if self.listener is None:
             return self.model.forward(batch, self.cache)
         hidden = self.model.forward(batch, self.cache, every_row=True)
-        self._tell(step, hidden)
+        self._notify(step, hidden)
         return hidden if batch.wants_every_row else hidden[batch.logits_indices]
 
-    def _tell(self, step: Step, hidden: Tensor) -> None:
-        """One that fails listens no more, and costs no request anything."""
+    def _notify(self, step: Step, hidden: Tensor) -> None:
+        """Notify the listener. If it fails, it is removed; no request is affected."""
         if self.listener is None:
             return
         try:
@@ -196,15 +197,15 @@ class Runner:
         except Exception as error:
             if is_device_lost(error):
                 raise
-            log.error("drafting stopped: the hidden states of a step could not be read", exc_info=error)
+            log.error("no more drafts from hidden states: reading those of a step failed", exc_info=error)
             self.listener = None
 
     def projected(self, vector: Tensor) -> Tensor:
-        """A pooled vector as the model gives it away."""
+        """Apply the model's output projection to a pooled vector."""
         return self.model.projected(vector)
 
-    def _see(self, step: Step) -> None:
-        """Have the tower compute the images that this step is the first to need; who listens reads one token more."""
+    def _encode_images(self, step: Step) -> None:
+        """Run the vision tower on images first needed in this step. The listener reads one token further."""
         for part in step.scheduled:
             end = part.start + part.num_tokens + (self.listener is not None)
             for image in part.sequence.request.images:
@@ -213,13 +214,13 @@ class Runner:
                     image.pixels = None
 
     def samples_ahead(self, output: ForwardOutput) -> bool:
-        """Whether rows behind guessed tokens are best sampled with the others: it takes one replay."""
+        """True if the rows of draft tokens can be sampled together with the others, in a single replay."""
         return self.sampler is not None and output.shape is not None
 
     def sample(
         self, output: ForwardOutput, rows: list[int], sequences: list[Sequence], ahead: Many[int] = ()
     ) -> SampledTokens:
-        """One token for each of `sequences`, from the rows of `output` that are theirs; `ahead` of `DeviceSampler`."""
+        """Sample a token for each of `sequences` from its row of `output`; `ahead` as in `DeviceSampler.sample`."""
         if not sequences:
             return SampledTokens([], list)
         if self.sampler is None:

@@ -1,4 +1,4 @@
-"""`SampledTokens`: the tokens of one step: on the device at once, for the next step; on the host when waited for."""
+"""`SampledTokens`: the tokens of one step, immediately on the device for the next step, and on the host on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.request import TokenLogprob
 from .scheduler import Scheduled
 from .sequence import Sequence
 
-# a row's token with its log-probabilities, or what that row alone raised
+# a row's token with its log-probabilities, or the exception raised by that row alone
 RowResult = tuple[int, TokenLogprob | None] | Exception
 
 
@@ -22,8 +22,8 @@ class SampledTokens:
     """One token for each of `sequences`.
 
     wait  blocks until the tokens are on the host
-    ids   int64 on the device; made from the results when it is not given
-    rows  the place of each sequence in `ids`; None: one after the other
+    ids   int64 on the device; built from the results if None
+    rows  index of each sequence in `ids`; None for consecutive ones
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SampledTokens:
         return self._results
 
     def fill(self, token_ids: Tensor, parts: Many[Scheduled]) -> None:
-        """Put the tokens of the parts that are ahead into a batch's `token_ids` (int64, one row a part)."""
+        """Write the tokens of parts that run ahead into a batch's `token_ids` (int64, one row per part)."""
         row_of = {id(sequence): row for sequence, row in zip(self.sequences, self._rows, strict=True)}
         rows = [row_of[id(part.sequence)] for part in parts]
         ids = self._ids
@@ -59,15 +59,15 @@ class SampledTokens:
 
 
 def from_host(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor from numbers or a numpy array; to a GPU through pinned memory, without waiting for it."""
-    if isinstance(values, np.ndarray) and device.type == "cpu":  # the arrays of a step: nothing to convert
+    """A tensor from numbers or a numpy array; to a GPU it is copied asynchronously through pinned memory."""
+    if isinstance(values, np.ndarray) and device.type == "cpu":  # the common case of a CPU step: no copy
         return torch.from_numpy(values).to(dtype)
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class ToHost:
-    """Device tensors on their way to the host."""
+    """An asynchronous copy of device tensors to the host."""
 
     def __init__(self, *values: Tensor) -> None:
         self._event = None
@@ -80,7 +80,7 @@ class ToHost:
             self._event.record()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """On the CPU, complete."""
+        """Wait for the copy and return the host tensors."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

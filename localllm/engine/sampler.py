@@ -1,8 +1,8 @@
-"""Logits and parameters -> one token per row, with log-probabilities.
+"""The sampler on the host: logits and parameters -> one token per row, with log-probabilities.
 
-Every row is treated by itself, so that a batch cannot change it, and randomness is counter-based: the number drawn
-depends on (seed, position) only. The order of the steps stands in `request.SamplingParams`. Only greedy rows without
-any other wish share one argmax over the batch.
+Every row is sampled on its own, so that the batch cannot change its result. Random numbers are counter-based: they
+depend only on (seed, position). `request.SamplingParams` documents the order of the operations. Only plain greedy rows
+share one argmax over the batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from localllm.request import SamplingParams, TokenLogprob
 from .sampled_tokens import RowResult, SampledTokens, ToHost
 from .sequence import Sequence
 
-# candidates sorted first when only top-p bounds them: sorting 262k logits takes 20 ms on two cores, topk 2 ms
+# candidates to select first when only top-p limits them: sorting 262k logits takes 20 ms on two cores, topk 2 ms
 FIRST_CUT = 1024
-DRY_WINDOW = 2048  # tokens DRY looks back
-DRY_EXPONENT = 80.0  # natural logarithm of the largest penalty: float32 ends at e^88
-COLDEST = 1e-5  # temperatures below count as greedy: a logit divided by less overflows float32
+DRY_WINDOW = 2048  # tokens that DRY looks back
+DRY_EXPONENT = 80.0  # natural logarithm of the largest penalty; float32 overflows at e^88
+COLDEST = 1e-5  # lower temperatures count as greedy, because dividing logits by them overflows float32
 _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1) from (seed, position, stream) alone: SplitMix64's finaliser, applied twice."""
+    """A number in [0, 1) determined by (seed, position, stream): SplitMix64's finalizer, applied twice."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + stream * 0x8CB92BA72F3D8DD7) & _MASK
     for _ in range(2):
         z = (z + 0x9E3779B97F4A7C15) & _MASK
@@ -39,22 +39,22 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
 
 
 def is_plain_greedy(params: SamplingParams) -> bool:
-    """Greedy and nothing else: the argmax of the raw logits is the answer."""
+    """True for greedy sampling without penalties or biases: the argmax of the raw logits is the token."""
     return params.temperature == 0 and not changes_logits(params)
 
 
 def changes_logits(params: SamplingParams) -> bool:
-    """Whether a penalty or a bias is added to what the model gives."""
+    """True if a penalty or a bias changes the logits."""
     return counts_tokens(params) or bool(params.logit_bias) or params.dry_multiplier != 0
 
 
 def counts_tokens(params: SamplingParams) -> bool:
-    """Whether how often a token came before changes its logit."""
+    """True if a penalty depends on how often a token occurred."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def sample_batch(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> SampledTokens:
-    """One token per row of logits [num_rows, vocab] float32, on any device; `best` as in `sample`."""
+    """Sample a token per row of logits [num_rows, vocab] float32 on any device; `best` as in `sample`."""
     if (
         best is None
         and logits.device.type != "cpu"
@@ -68,12 +68,12 @@ def sample_batch(logits: Tensor, sequences: list[Sequence], best: list[int] | No
 
 
 def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> list[RowResult]:
-    """One token per row.
+    """Sample a token per row.
 
     logits     [num_rows, vocab] float32, left unchanged
     sequences  the sequence of each row
-    best       where it is known, the first place of the largest of each row, -1 where one is NaN
-    returns    (token id, log-probabilities if asked for), or the exception that this row alone raised
+    best       if known, index of the first largest logit of each row, -1 for rows with NaN
+    returns    (token id, log-probabilities if requested), or the exception raised by this row alone
     """
     if best is None and logits.device.type != "cpu" and any(is_plain_greedy(s.params) for s in sequences):
         best = logits.argmax(-1).tolist()
@@ -83,7 +83,7 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
             largest = -1
             if is_plain_greedy(sequence.params):
                 largest = best[row] if best is not None else -1
-                if largest < 0:  # or there is a NaN, which is raised
+                if largest < 0:  # not known, or the row contains NaN, which raises here
                     largest = token_choice.argmax(logits[row : row + 1])[0]
             if largest >= 0 and _takes_largest(sequence, largest):
                 token = largest
@@ -91,28 +91,27 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
                 token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
             wanted = sequence.params.logprobs
             results.append((token, None if wanted is None else token_logprob(logits[row], token, wanted)))
-        except Exception as error:  # one request's failure must not reach its neighbours
+        except Exception as error:  # a failure must not affect other rows
             results.append(error)
     return results
 
 
 def is_untouched(sequence: Sequence) -> bool:
-    """Whether nothing changes its logits before they are sampled."""
+    """True if nothing modifies the logits before sampling."""
     return not changes_logits(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
-    """One token from one row of logits [vocab] on the CPU, which is overwritten unless it `is_untouched`.
+    """Sample a token from one row of logits [vocab] on the CPU, which is overwritten unless the row `is_untouched`.
 
-    Raises NotANumber for a NaN among them, ValueError when nothing is left, and what its mask raised when it was
-    filled.
+    Raises NotANumber for NaN logits, ValueError if no token is left, and the exception of its mask, if any.
     """
     params = sequence.params
     if isinstance(sequence.mask_row, Exception):
         raise sequence.mask_row
     if sequence.mask_row is not None:
         banned = ~_allowed(sequence.mask_row, logits.numel())
-        np.copyto(logits.numpy(), -np.inf, where=banned)  # 15 us of 49k; masked_fill_ takes 50, indexing 100
+        np.copyto(logits.numpy(), -np.inf, where=banned)  # 15 us for 49k logits; masked_fill_ takes 50, indexing 100
     stops = banned_stops(sequence, logits.numel())
     if stops:
         logits[stops] = -torch.inf
@@ -135,17 +134,17 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
 
 
 def sorts(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether only some of the tokens, the most likely ones first, may come."""
+    """True if sampling is limited to the most likely tokens, which requires sorting."""
     cuts = params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
     return cuts or 0 < params.top_k < vocab_size
 
 
 def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[Tensor | None, Tensor]:
-    """What is left after the cuts.
+    """The candidate tokens after top-k, top-p, min-p, typical-p and XTC.
 
-    logits   [vocab] float32, penalised, before temperature
-    chance   the number in [0, 1) that decides whether XTC acts
-    returns  (ids or None for "all in order", their unnormalised probabilities), best first when there are ids
+    logits   [vocab] float32, with penalties, before temperature
+    chance   number in [0, 1) that decides whether XTC applies
+    returns  (ids, unnormalized probabilities), most likely first; ids is None for the whole vocabulary in order
     """
     vocab = logits.numel()
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
@@ -171,13 +170,13 @@ def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[T
         values, ids = _typical(values, ids, params.typical_p)
     if params.xtc_probability > 0 and chance < params.xtc_probability:
         above = int((values / values.sum() >= params.xtc_threshold).sum())
-        if above > 1:  # all tokens above the threshold but the least likely of them go
+        if above > 1:  # drop all tokens above the threshold except the least likely of them
             values, ids = values[above - 1 :], ids[above - 1 :]
     return ids, values
 
 
 def _typical(values: Tensor, ids: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Keep the tokens whose surprise is nearest to the expected one, up to `mass` (Meister et al., 2022)."""
+    """Keep the tokens whose surprise is closest to the entropy, up to `mass` (Meister et al., 2022)."""
     probs = values / values.sum()
     surprise = -torch.log(probs.clamp(min=1e-38))
     order = torch.argsort((surprise - (probs * surprise).sum()).abs(), stable=True)
@@ -207,9 +206,9 @@ def _penalise(logits: Tensor, sequence: Sequence) -> None:
 
 
 def repeats(tokens: list[int], params: SamplingParams) -> dict[int, int]:
-    """DRY: token -> length of the longest earlier passage equal to the end of `tokens` that it followed.
+    """DRY: token -> length of the longest suffix of `tokens` that occurred earlier, followed by this token.
 
-    Only lengths of at least `dry_allowed_length`, none across a breaker. One pass with the Z function on the reverse.
+    Only lengths of at least `dry_allowed_length`, not across a breaker. One pass with the Z function on the reverse.
     """
     reverse = tokens[::-1]
     limit = next((i for i, t in enumerate(reverse) if t in params.dry_breakers), len(reverse))
@@ -235,9 +234,9 @@ def _bans_stop(sequence: Sequence) -> bool:
 
 
 def banned_stops(sequence: Sequence, vocab_size: int) -> list[int]:
-    """Tokens that would end a sequence too early; none where its mask allows nothing else.
+    """Stop tokens banned by min_tokens; none if the mask allows only stop tokens.
 
-    A grammar that is at its end knows better than min_tokens.
+    A grammar that is complete takes precedence over min_tokens.
     """
     if not _bans_stop(sequence):
         return []
@@ -251,7 +250,7 @@ def banned_stops(sequence: Sequence, vocab_size: int) -> list[int]:
 
 
 def _takes_largest(sequence: Sequence, token: int) -> bool:
-    """Whether nothing changes what a plain greedy row takes, its largest logit: a mask may allow it."""
+    """True if a plain greedy row can take its largest logit: no stop token is banned, and the mask allows it."""
     row = sequence.mask_row
     if _bans_stop(sequence) or isinstance(row, Exception):
         return False
@@ -259,12 +258,12 @@ def _takes_largest(sequence: Sequence, token: int) -> bool:
 
 
 def _allowed(row: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The bits of a mask's row as bool [vocab_size], fresh."""
+    """The bits of a mask row as a new bool array [vocab_size]."""
     return np.unpackbits(row.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def token_logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """The raw log-probability of `token` and the `num_top` best, from one row of logits [vocab]."""
+    """The raw log-probability of `token` and of the `num_top` most likely tokens, from one row of logits [vocab]."""
     logprobs = torch.log_softmax(logits, -1)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -1,8 +1,8 @@
-"""Who runs next, under token and page budgets. Integers only, no torch.
+"""The scheduler: decides what each step computes, within token and page budgets. Integers only, no torch.
 
-Each step: first every decoding sequence gets a slot for its next token (copying a shared page, preempting the latest
-arrival when pages are short); then sequences in prefill get chunks of what is left of the token budget; then waiting
-ones are admitted, oldest and highest priority first. Preemption is by recompute: the pages go back, the tokens stay.
+In each step, every decoding sequence first gets a slot for its next token, copying a shared page or preempting the
+latest arrival if needed. Sequences in prefill then get chunks within the token budget, and waiting ones are admitted by
+priority, then age. Preemption is by recomputation: the pages are freed, the tokens stay.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SchedulerLimits:
 
     max_parallel: int = 4  # sequences running at once
     prefill_budget: int = 512  # prompt tokens per step, over all sequences
-    score_rows: int = 256  # tokens per step of a sequence whose every row's logits are wanted
-    drafts: int = MOST_DRAFTS  # guessed tokens per step, over all sequences
-    num_slots: int = 0  # for states of sequences and checkpoints, of a model whose layers keep such
-    whole: bool = False  # a prompt is never cut: its tokens see each other, whatever the budget
-    preempt_every: int = 0  # tests: preempt the latest sequence every so many steps; 0 is never
+    score_rows: int = 256  # prompt tokens per step of a sequence that needs the logits of all rows
+    drafts: int = MOST_DRAFTS  # draft tokens per step, over all sequences
+    num_slots: int = 0  # state slots for sequences and checkpoints, for models with recurrent layers
+    whole: bool = False  # never split a prompt into chunks, because its tokens attend to each other in both directions
+    preempt_every: int = 0  # for tests: preempt the latest sequence every N steps; 0 is never
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +38,34 @@ class Scheduled:
     sequence: Sequence
     start: int
     num_tokens: int
-    is_ahead: bool = False  # its one token is still being sampled by the step before
-    saves: SlotCopy | None = None  # states that are kept as they are after it
-    drafts: tuple[int, ...] = ()  # the last of its tokens are guessed: they follow what the sequence has
+    is_ahead: bool = False  # its only token is still being sampled by the previous step
+    saves: SlotCopy | None = None  # copies the state after this part to a checkpoint
+    drafts: tuple[int, ...] = ()  # draft tokens at the end of the part, after the sequence's own
 
     @property
     def num_known(self) -> int:
-        """Tokens that are not guessed."""
+        """Tokens of the part without the draft."""
         return self.num_tokens - len(self.drafts)
 
     @property
     def is_last_chunk(self) -> bool:
-        """Whether the step leaves nothing uncomputed, so that a token is sampled."""
+        """True if the part computes all remaining tokens of the sequence, so that a new one is sampled."""
         return self.is_ahead or self.start + self.num_known == self.sequence.num_tokens
 
 
 @dataclass(slots=True)
 class Step:
-    """What one forward computes."""
+    """The work of one forward pass."""
 
     scheduled: list[Scheduled] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
-    # alone and still without a page: the engine ends them with "length"
+    # sequences that got no page although they run alone; the engine ends them
     out_of_pages: list[Sequence] = field(default_factory=list)
-    drafter: str = ""  # who guessed the guessed tokens
+    drafter: str = ""  # name of the drafter of the draft tokens
 
 
 class Scheduler:
-    """Waiting and running sequences over one `Pages`."""
+    """Schedules waiting and running sequences over one `Pages`."""
 
     def __init__(self, pages: Pages, limits: SchedulerLimits) -> None:
         self.pages = pages
@@ -75,7 +75,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._arrivals = 0
         self._steps = 0
-        # the waiting sequence that found no room, and the pages there were
+        # the waiting sequence that did not fit, and the pages available then
         self._refused: tuple[Sequence, list[int]] | None = None
 
     @property
@@ -86,15 +86,15 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind those of its priority."""
+        """Queue a new sequence after those of the same priority."""
         sequence.order = self._arrivals
         self._arrivals += 1
         self._enqueue(sequence)
 
     def add_fork(self, child: Sequence, parent: Sequence) -> None:
-        """Let a child that shares its parent's pages run at once if there is a place, else next.
+        """Run a forked child at once if `max_parallel` allows it, sharing its parent's pages; otherwise queue it.
 
-        One that has to wait holds no slot: it begins with what of its prompt the tree has.
+        A queued child of a model with recurrent layers holds no state slot and restarts from the prefix cache.
         """
         child.order = parent.order
         runs = len(self.running) < self.limits.max_parallel
@@ -109,7 +109,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> Step:
-        """The next step; empty when nothing can run."""
+        """Schedule the next step; empty if nothing can run."""
         step = Step()
         self._steps += 1
         every = self.limits.preempt_every
@@ -121,9 +121,9 @@ class Scheduler:
         return step
 
     def add_drafts(self, step: Step, drafts: Many[tuple[int, ...]]) -> None:
-        """Put guessed tokens behind each part of a step, as far as there are pages for them.
+        """Append draft tokens to each part of a step, if there are pages for them.
 
-        Where layers keep states, guesses end before the next page does: a checkpoint is taken there.
+        With recurrent layers, drafts end before the page does, because a checkpoint is taken at its end.
         """
         for place, (part, guesses) in enumerate(zip(step.scheduled, drafts, strict=True)):
             end = part.start + part.num_tokens
@@ -134,13 +134,16 @@ class Scheduler:
                 step.scheduled[place] = replace(part, num_tokens=part.num_tokens + len(guessed), drafts=guessed)
 
     def settle_drafts(self, part: Scheduled, num_right: int) -> None:
-        """So many of the guessed tokens are the sequence's own by now, and computed."""
+        """Count the first `num_right` draft tokens as computed, after they were appended to the sequence."""
         part.sequence.num_computed_tokens = part.start + part.num_known + num_right
-        if part.sequence.spare < 0:  # else it may go back
+        if part.sequence.spare < 0:  # otherwise its state may still be rolled back
             self.pages.commit(part.sequence)
 
     def end_drafts(self, part: Scheduled, num_right: int) -> None:
-        """So many of the guessed tokens were right: states of others are dropped, and what was right is read again."""
+        """Finish a verified draft of which the first `num_right` tokens were accepted.
+
+        If some were rejected, recurrent states are rolled back and the next step recomputes the accepted tokens.
+        """
         goes_back = num_right < len(part.drafts)
         if goes_back and part.sequence.spare >= 0:
             part.sequence.num_computed_tokens = part.start
@@ -149,11 +152,11 @@ class Scheduler:
         self.pages.trim(part.sequence)
 
     def schedule_ahead(self, launched: Step) -> Step | None:
-        """The step after `launched`, whose tokens are not known yet; None where that is not certain.
+        """Schedule the step after `launched` before its tokens are known; None if that step cannot be predicted.
 
-        Certain is: all that runs is in `launched` and gets a token there, nothing waits that could come in, and there
-        are pages without taking any from a sequence. A sequence whose token can only be its last is left out; one
-        that turns out to have ended has its part of the step dropped.
+        It can if all running sequences are in `launched` and get a token there, no waiting one could be admitted, and
+        pages suffice without preemption. Sequences that reach `max_tokens` in `launched` are left out; the part of a
+        sequence that ends there unexpectedly is dropped.
         """
         if self.limits.preempt_every or (self.waiting and len(self.running) < self.limits.max_parallel):
             return None
@@ -164,7 +167,7 @@ class Scheduler:
             if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.only_reads:
                 return None
             if part.drafts or part.start + part.num_tokens < sequence.num_tokens:
-                return None  # how far it gets is not known; or a grammar forced what follows: nothing is sampled here
+                return None  # the number of accepted tokens is unknown, or forced tokens follow and nothing is sampled
             if sequence.num_output_tokens + 1 < sequence.max_tokens:
                 going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))
         if not going or not self._has_room(going):
@@ -173,7 +176,7 @@ class Scheduler:
         for part in going:
             copies = self.pages.own_tail(part.sequence, part.start)
             extended = self.pages.extend(part.sequence, part.start + 1)
-            assert copies is not None and extended, "counted before"
+            assert copies is not None and extended, "`_has_room` counted the pages"
             step.copies.extend(copies)
             after = part.start + 1
             ends_page = after % self.pages.page_size == 0
@@ -182,7 +185,7 @@ class Scheduler:
         return step
 
     def _has_room(self, parts: list[Scheduled]) -> bool:
-        """Whether each part surely gets its slot: a new page and a copy of a shared one at most, in every group."""
+        """True if every part is sure to get its slot: per group, at most one new page and one copy of a shared page."""
         return all(
             pool.num_available >= sum(self.pages.num_needed(p.sequence, group, p.start + 1) + 1 for p in parts)
             for group, pool in enumerate(self.pages.pools)
@@ -191,7 +194,7 @@ class Scheduler:
     def _schedule_decodes(self, step: Step) -> None:
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for an earlier one in this loop
+                continue  # preempted earlier in this loop
             self._take_slots(step, sequence, sequence.num_uncomputed_tokens)
 
     def _schedule_prefills(self, step: Step) -> int:
@@ -210,7 +213,7 @@ class Scheduler:
             if sequence is None:
                 return
             if self._refused is not None and self._refused == (sequence, self.pages.available) and self.running:
-                return  # nothing was given back since
+                return  # no page was freed since
             fresh = not any(sequence.block_tables)
             if fresh:
                 cached = self.pages.attach_prefix(sequence)
@@ -227,7 +230,7 @@ class Scheduler:
                 if not self.running and not step.scheduled:
                     if self._release_waiting():
                         continue
-                    self._starve(step, sequence)
+                    self._end_out_of_pages(step, sequence)
                 self._refused = (sequence, self.pages.available)
                 return
             self.pages.take_slot(sequence)
@@ -243,13 +246,13 @@ class Scheduler:
             budget -= taken
 
     def _detach(self, sequence: Sequence) -> None:
-        """Take back the cached prefix of one that does not come in."""
+        """Release the cached prefix of a sequence that is not admitted."""
         self.pages.release(sequence)
         sequence.num_computed_tokens = 0
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens for this step; 0 where what must come whole needs a step with more room."""
-        if self.limits.whole:  # with others as far as the budget goes, else alone
+        """Number of tokens to compute in this step; 0 if an unsplittable prompt or image exceeds the budget left."""
+        if self.limits.whole:  # batched with others within the budget; a longer one runs alone
             count = sequence.num_uncomputed_tokens
             return count if count <= budget or budget == self.limits.prefill_budget else 0
         count = min(sequence.num_uncomputed_tokens, budget)
@@ -260,9 +263,9 @@ class Scheduler:
         return count if count <= budget or budget == self.limits.prefill_budget else 0
 
     def _take_slots(self, step: Step, sequence: Sequence, count: int) -> int:
-        """Schedule the next `count` tokens, or those up to the next checkpoint, preempting later arrivals.
+        """Schedule the next `count` tokens, at most up to the next checkpoint, preempting later arrivals if needed.
 
-        Returns how many; 0 when `sequence` itself had to go.
+        Returns the number scheduled; 0 if `sequence` itself was preempted.
         """
         start = sequence.num_computed_tokens
         after = self.pages.checkpoint_after(sequence)
@@ -283,11 +286,11 @@ class Scheduler:
                 if victim is sequence:
                     return 0
             elif not self._release_waiting():
-                self._starve(step, sequence)
+                self._end_out_of_pages(step, sequence)
                 return 0
 
     def _release_waiting(self) -> bool:
-        """Take the pages of a waiting fork; True when there was one."""
+        """Release the pages of a waiting fork; True if there was one."""
         for sequence in reversed(self.waiting):
             if any(sequence.block_tables):
                 self.pages.release(sequence)
@@ -299,7 +302,7 @@ class Scheduler:
         return max(self.running, key=_rank)
 
     def preempt_latest(self) -> None:
-        """Send the latest arrival of the lowest priority back to the queue; its pages are free, its tokens stay."""
+        """Preempt the latest arrival of the lowest priority: free its pages and requeue it with its tokens."""
         self._preempt(self._victim())
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -311,22 +314,22 @@ class Scheduler:
         self._enqueue(sequence)
 
     def restart(self, step: Step) -> None:
-        """After a step that failed on its way: let its sequences compute their states again, which may be half done."""
+        """After a failed step, preempt its sequences if they have recurrent states, which may be half updated."""
         for part in step.scheduled:
             if self.pages.slots is not None and part.sequence.state is SequenceState.RUNNING:
                 self._preempt(part.sequence)
 
-    def _starve(self, step: Step, sequence: Sequence) -> None:
+    def _end_out_of_pages(self, step: Step, sequence: Sequence) -> None:
         step.out_of_pages.append(sequence)
         self.remove(sequence)
 
     def commit(self, step: Step) -> None:
-        """Count the step's tokens as computed and settle their pages; what ended meanwhile has none."""
+        """Count the step's tokens as computed and commit their pages, except for sequences that have ended."""
         for part in step.scheduled:
             if part.sequence.state is SequenceState.FINISHED:
                 continue
             part.sequence.num_computed_tokens = part.start + part.num_known
-            if part.sequence.spare < 0:  # else it may go back
+            if part.sequence.spare < 0:  # otherwise its state may still be rolled back
                 self.pages.commit(part.sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -342,16 +345,16 @@ class Scheduler:
         self.pages.check_integrity(self.sequences())
         for sequence in self.running:
             if sequence.state is not SequenceState.RUNNING:
-                violated(f"a sequence that runs is {sequence.state.name}")
+                violated(f"a running sequence has state {sequence.state.name}")
             for group, table in enumerate(sequence.block_tables):
                 have = len(table) * self.pages.page_size
                 if have < sequence.num_computed_tokens:
                     violated(f"group {group}: {have} slots, {sequence.num_computed_tokens} computed")
         for sequence in self.waiting:
             if sequence.state is not SequenceState.WAITING:
-                violated(f"a sequence that waits is {sequence.state.name}")
+                violated(f"a waiting sequence has state {sequence.state.name}")
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """The order of admission; who is preempted comes from its end."""
+    """Sort key for admission; preemption takes the last."""
     return -sequence.request.priority, sequence.order, sequence.index

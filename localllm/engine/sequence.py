@@ -1,4 +1,4 @@
-"""One answer in flight: its tokens, its pages, its counters. No torch."""
+"""`Sequence`: one answer in progress, with its tokens, pages and counters. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from localllm.request import FinishReason, Request, SamplingParams, StopCheck, T
 
 from .radix_cache import Node
 
-# tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it
+# most tokens of a decoding sequence in one step: the last sampled one and tokens forced after it by a grammar
 MAX_DECODE_TOKENS = 64
 
 _numbers = itertools.count(1)
 
 
 class SequenceState(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,62 +28,62 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """Answer number `index` of a request. `token_ids` is prompt plus output; `num_computed_tokens` of them have K/V."""
+    """Answer `index` of a request. `token_ids` is prompt plus output; the first `num_computed_tokens` have K/V."""
 
     def __init__(self, request: Request, index: int, num_groups: int, seed: int, max_tokens: int) -> None:
         self.request = request
         self.index = index
-        self.seed = seed  # of this child: the request's seed + index
-        self.max_tokens = max_tokens  # after clamping to the context
+        self.seed = seed  # the request's seed + index
+        self.max_tokens = max_tokens  # clamped to the context
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix tree at first admission
         self.state = SequenceState.WAITING
         self.number = next(_numbers)  # unique in this process
-        # per group; -1 where a page fell out of the window
+        # page ids per group; -1 for pages outside the sliding window
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.table_version = 0  # counts the changes of `block_tables`
-        self.first_kept: list[int] = [0] * num_groups  # per group: pages before this index were given back
-        self.node: Node | None = None  # the tree node of the last full page known to the tree
-        self.num_tree_pages = 0  # full pages known to the tree
-        self.slot = -1  # where its states are, of a model that keeps such; -1: nowhere
-        self.spare = -1  # a slot with its states before the guessed tokens of the present step
-        self.checkpoint: tuple[int, int] | None = None  # (tokens, slot) of the one that the present step writes
-        self.num_kept_tokens = 0  # at the end of the last checkpoint that it took or began with
-        self.answer_checkpoint: Node | None = None  # the node with the latest one behind its prompt
-        self.adapter: Any = None  # what `adapters` knows it by; None: the model as it is
-        self.place = -1  # where the weights of its adapter are; -1: nowhere yet
+        self.table_version = 0  # incremented with every change of `block_tables`
+        self.first_kept: list[int] = [0] * num_groups  # per group: pages before this index were released
+        self.node: Node | None = None  # the tree node of its last full page in the tree
+        self.num_tree_pages = 0  # number of its full pages in the tree
+        self.slot = -1  # slot of its recurrent state; -1 for none
+        self.spare = -1  # slot with its state from before the draft tokens of the current step; -1 for none
+        self.checkpoint: tuple[int, int] | None = None  # (tokens, slot) of the checkpoint that the current step writes
+        self.num_kept_tokens = 0  # tokens at the last checkpoint that it wrote or started from
+        self.answer_checkpoint: Node | None = None  # the node with its latest checkpoint after the prompt
+        self.adapter: Any = None  # an `adapters.Adapter`; None for the plain model
+        self.place = -1  # place of its adapter's weights; -1 while they are not resident
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
-        # for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised
+        # mask of the next token: int32 [ceil(vocab / 32)], None if all are allowed, or the mask's exception
         self.mask_row: Any = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.output_counts: Counter[int] = Counter()
-        self.num_respelled = 0  # tokens that came in place of the sampled ones
+        self.num_respelled = 0  # sampled tokens replaced by another encoding of the same text
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        # prompt rows that were taken (log-probabilities, pooling) or are not wanted, kept through preemption
+        # prompt rows already processed (log-probabilities, pooling) or not needed; survives preemption
         self.num_rows_done = self._first_row
-        self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the first or last of them
+        self.pooled: Any = None  # float32 [hidden]: the sum of the processed rows, or the first or last of them
         self.num_preemptions = 0
-        self.places: Any = None  # where its drafter finds its tokens again
-        self.speculation: Any = None  # what was guessed for it last, and how good its guesses are
-        self.heard: Any = None  # hidden states that the model's head is to read (`mtp.Heard`)
-        self.num_draft_tokens = 0  # tokens guessed and checked
-        self.num_accepted_tokens = 0  # those of them that were right
-        self.drafters: dict[str, None] = {}  # who guessed them
-        self.is_loading = False  # pages that its prompt begins with are being read from files
-        self.is_paused = False  # its reader is behind: scheduled again when it caught up
-        self.shift = sum(image.shift for image in request.images)  # of positions behind the prompt's images
-        self._cache_ids: list[int] | None = None  # of the prompt up to its last image
+        self.places: Any = None  # n-gram index of its tokens (`drafter`)
+        self.speculation: Any = None  # per drafter: the last guess, and how often guesses were right
+        self.heard: Any = None  # hidden states for the MTP head or an assistant (`mtp.Heard`, `assistant`)
+        self.num_draft_tokens = 0  # draft tokens verified
+        self.num_accepted_tokens = 0  # draft tokens accepted
+        self.drafters: dict[str, None] = {}  # names of their drafters
+        self.is_loading = False  # pages of its prompt are being read from files
+        self.is_paused = False  # not scheduled until its reader catches up
+        self.shift = sum(image.shift for image in request.images)  # position offset after the prompt's images
+        self._cache_ids: list[int] | None = None  # cache key of the prompt up to its last image
         self._seen: set[int] | None = None
         self._seen_order: array[int] = array("q")
-        self.pending_forks = 0  # children to split off when the prompt is computed
-        self.order = 0  # arrival number, kept through preemption
+        self.pending_forks = 0  # children to fork once the prompt is computed
+        self.order = 0  # arrival number; survives preemption
         self.submit_time = time.monotonic()
         self.start_time = 0.0
-        self.prefill_time = 0.0  # when the prompt was computed
+        self.prefill_time = 0.0  # time at which the prompt was computed
         self.first_token_time = 0.0
         self.last_token_time = 0.0
 
@@ -101,17 +101,17 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose K/V is still to be computed: 1 while decoding, more during prefill."""
+        """Tokens without K/V: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it goes on with its answer, rather than reading its prompt, or all of it again after a preemption."""
+        """True while it generates its answer; False during prefill, including recomputation after a preemption."""
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens <= MAX_DECODE_TOKENS
 
     @property
     def cache_salt(self) -> str:
-        """What it shares cached pages with others by: the salt that was asked for, and the adapter."""
+        """The salt of its cached pages: the request's salt plus the adapter."""
         salt = self.request.cache_salt
         return salt if self.adapter is None else f"\0{self.adapter.digest}\0{salt}"
 
@@ -121,22 +121,22 @@ class Sequence:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether prompt rows that are computed are needed (score, pooling, prompt logprobs) and were not taken yet."""
+        """True while outputs of prompt rows (score, pooling, prompt logprobs) are still needed."""
         asked = self.request.only_reads or self.params.prompt_logprobs is not None
         return asked and self.num_rows_done < self.num_prompt_tokens
 
     @property
     def _first_row(self) -> int:
-        """That is wanted of its prompt: the one before the first token that has a log-probability."""
+        """The first prompt row whose output is needed: the one before the first token with a log-probability."""
         return max(0, min(self.params.prompt_logprobs_from, len(self.request.prompt_token_ids)) - 1)
 
     @property
     def num_cacheable(self) -> int:
-        """Of its tokens those that may come from the cache: one is left to compute, or those whose rows are wanted."""
+        """Number of tokens that may come from the cache: all but the last, or those before the first row needed."""
         return self._first_row if self.wants_all_rows else self.num_tokens - 1
 
     def cache_key(self, start: int, end: int) -> tuple[int, ...]:
-        """What the prefix cache knows tokens [start, end) by: their ids, or the image whose tokens they are."""
+        """The prefix cache key of tokens [start, end): token ids, with image tokens replaced by the image's keys."""
         images = self.request.images
         if not images or start >= images[-1].end:
             return tuple(self.token_ids[start:end])
@@ -147,14 +147,14 @@ class Sequence:
         return (*self._cache_ids[start:end], *self.token_ids[images[-1].end : end])
 
     def whole_images(self, start: int, count: int) -> int:
-        """So many of `count` tokens from `start` on, or more, that no image is cut whose tokens see each other."""
+        """`count` tokens from `start`, adjusted so as not to split an image with bidirectional attention."""
         for image in self.request.images:
             if not image.causal and image.start < start + count < image.end:
                 return image.start - start if image.start > start else image.end - start
         return count
 
     def children(self) -> list[Sequence]:
-        """The other answers to the same prompt that are still to be split off."""
+        """Create the sequences of the other answers to the same prompt."""
         made = []
         for index in range(1, self.pending_forks + 1):
             child = Sequence(self.request, index, len(self.block_tables), self.seed + index, self.max_tokens)
@@ -162,7 +162,7 @@ class Sequence:
             child.stop_check = self.request.stop_check.fork() if self.request.stop_check else None
             child.token_mask = self.token_mask.fork() if self.token_mask else None
             child.mask_row = self.mask_row
-            child.num_rows_done = child.num_prompt_tokens  # the first answer has them
+            child.num_rows_done = child.num_prompt_tokens  # the first answer reports the prompt rows
             child.adapter, child.place = self.adapter, self.place
             made.append(child)
         return made
@@ -175,14 +175,14 @@ class Sequence:
             self._seen_order.append(token_id)
 
     def seen_ids(self) -> array[int]:
-        """Every id of prompt and output once; kept up to date, so that a long context costs nothing per token."""
+        """The distinct ids of prompt and output, updated incrementally: a long context adds no cost per token."""
         if self._seen is None:
             self._seen = set(self.token_ids)
             self._seen_order = array("q", sorted(self._seen))
         return self._seen_order
 
     def check_stop(self, token_id: int) -> None:
-        """Set `finish_reason` when the token just appended ends the sequence."""
+        """Set `finish_reason` if the token just appended ends the sequence."""
         params = self.params
         early = self.num_output_tokens < params.min_tokens
         found = self.stop_check is not None and self.stop_check.accept(token_id)
@@ -193,6 +193,6 @@ class Sequence:
             elif token_id in params.stop_token_ids or not params.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
         if self.finish_reason is None and self.token_mask is not None and self.token_mask.is_done:
-            self.finish_reason = FinishReason.STOP  # whole: there is nothing to wait for
+            self.finish_reason = FinishReason.STOP  # the grammar is complete
         if self.finish_reason is None and self.num_output_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -1,13 +1,13 @@
-"""How many guessed tokens a step checks: as many as pay. Plain numbers, no torch.
+"""Speculative decoding: decides how many draft tokens each step verifies. Plain numbers, no torch.
 
-A guess of a `Drafter` goes behind a sequence's last token, and the model computes all of it in one step. Every row is
-sampled as it would be without guesses, with its own mask, penalties and random number; where the token is the guessed
-one, the next row counts, too. So an answer's tokens are the same with guesses and without: only the number of steps
-changes, and what decides it may depend on time.
+A draft is appended to a sequence's last token, and the model computes all of it in one step. Every row is sampled as it
+would be without drafts, with its own mask, penalties and random number; while the sampled token equals the draft token,
+the next row counts as well. So drafts never change an answer's tokens, only the number of steps, and this number may
+depend on timing.
 
-What pays is measured: how often guesses with as much evidence were right, which is seen whether or not they were
-checked, against how long steps with so many rows took, and how long a `PaidDrafter` took to guess. What does not pay is
-not done, and tried again now and then. Of several drafters a step takes the one that is expected to win most.
+Whether drafts pay off is measured: how often drafts with similar evidence were right (observed even if they were not
+verified), how long steps with that many rows took, and how long a `PaidDrafter` took. What does not pay off is skipped
+and retried from time to time. If there are several drafters, a step uses the one with the highest expected gain.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .sequence import Sequence
 Mode = Literal["auto", "always"]
 AnyDrafter = Drafter | PaidDrafter
 
-EVIDENCE = (3, 4, 6, 9, 17)  # where classes of evidence begin
-EXPECTED = (0.25, 0.4, 0.55, 0.7, 0.85, 0.93)  # of each class: how often the next token is right, before it was seen
-# the same of one who computes, by how far a token is from the known ones
+EVIDENCE = (3, 4, 6, 9, 17)  # lower bounds of the evidence classes
+EXPECTED = (0.25, 0.4, 0.55, 0.7, 0.85, 0.93)  # prior acceptance rate per evidence class
+# the same for paid drafters, whose classes are distances from the last known token
 EXPECTED_PAID = (0.6,) * len(EXPECTED)
-# sequences in a step from which on nothing is guessed, rows being dear then: eight streams of smollm2 on two cores
-# answered 9 % slower with guesses that were expected to pay
+# From this many sequences in a step on, nothing is drafted, because rows are expensive then: eight streams of smollm2
+# on two cores were 9 % slower with drafts that were expected to pay off.
 CROWD = 8
-TRUST = 4.0  # tokens that what is known so far counts as, for a new sequence
-FORGET = 64.0  # tokens of a class that are remembered: older ones fade
-LEAST_CHANCE = 0.05  # guesses less likely to be reached are not looked at
-GAIN = 1.03  # tokens a second that a step with guesses must be expected to win
-SLOWER = {"cpu": 0.15, "cuda": 0.03}  # share of a step that one more row takes, before it was measured
-NEWEST = 0.2  # weight of the latest step in a mean time
-FADE = 0.995  # of the time of a kind of step, whenever it kept guesses from being checked
-DEEPEST = 8  # tokens that are bought for a sequence at most
-REST, LONGEST_REST = 32, 1024  # steps until one who does not pay is tried again: twice as many each time
-PLAIN_EVERY = 64  # steps with bought guesses until a plain one shows what they save
+TRUST = 4.0  # weight of the prior for a new sequence, in tokens
+FORGET = 64.0  # tokens per class after which older observations are halved
+LEAST_CHANCE = 0.05  # draft tokens less likely to be accepted are not considered
+GAIN = 1.03  # factor in tokens per second that drafts must be expected to gain
+SLOWER = {"cpu": 0.15, "cuda": 0.03}  # assumed cost of one more row, as a fraction of a step, until measured
+NEWEST = 0.2  # weight of the latest step in a mean
+FADE = 0.995  # factor applied to the measured times of steps whenever they prevented drafts, so that they are retried
+DEEPEST = 8  # most draft tokens per sequence from a paid drafter
+REST, LONGEST_REST = 32, 1024  # steps until a drafter that does not pay off is retried; doubles up to the second value
+PLAIN_EVERY = 64  # steps with paid drafts until a plain step updates the baseline
 
 
 class Rates:
-    """How often a guessed token was right, by class of evidence."""
+    """Acceptance rates of draft tokens by evidence class."""
 
     def __init__(self, before: Rates | None = None, expected: Many[float] = EXPECTED) -> None:
-        """A fresh sequence starts from what is known of the others."""
+        """Start from the rates of other sequences (`before`), or from the prior."""
         rates: Iterable[float] = (
             expected if before is None else [r / n for r, n in zip(before.right, before.seen, strict=True)]
         )
@@ -57,7 +57,7 @@ class Rates:
         self.right: list[float] = [TRUST * rate for rate in rates]
 
     def count(self, evidence: int, is_right: bool) -> None:
-        """One guessed token turned out right or wrong."""
+        """Count one draft token as right or wrong."""
         kind = bisect_right(EVIDENCE, evidence)
         if self.seen[kind] >= FORGET:
             self.seen[kind] /= 2
@@ -66,7 +66,7 @@ class Rates:
         self.right[kind] += is_right
 
     def chances(self, guess: Guess, most: int) -> list[float]:
-        """For each token of a guess, the chance that it and all before it are right; until it is too small."""
+        """For each token of a draft, the probability that it and all before it are right, down to LEAST_CHANCE."""
         chance, found = 1.0, []
         for evidence in range(guess.evidence, guess.evidence + min(most, len(guess.token_ids))):
             kind = bisect_right(EVIDENCE, evidence)
@@ -77,8 +77,8 @@ class Rates:
         return found
 
 
-def _newer(means: dict[Any, float | None], kind: Any, seconds: float) -> None:
-    """Take a time into the mean of its kind; of the first one only that there was one."""
+def _update_mean(means: dict[Any, float | None], kind: Any, seconds: float) -> None:
+    """Update the mean of a kind with a new time. The very first time is ignored."""
     mean = means.get(kind)
     if mean is None:
         means[kind] = seconds if kind in means else None
@@ -87,15 +87,15 @@ def _newer(means: dict[Any, float | None], kind: Any, seconds: float) -> None:
 
 
 class StepTimes:
-    """Mean seconds of steps that decode: plain ones by sequences, those with guesses by rows."""
+    """Mean times of decode steps: plain ones by number of sequences, verification steps by number of rows."""
 
     def __init__(self, slower: float) -> None:
         self._slower = slower
-        # the first of a kind compiles kernels, or touches memory first: it does not count
+        # the first step of a kind does not count, because it may compile kernels or touch new memory
         self._means: dict[tuple[bool, int], float | None] = {}
 
     def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        _newer(self._means, self._kind(num_sequences, num_drafts), seconds)
+        _update_mean(self._means, self._kind(num_sequences, num_drafts), seconds)
 
     @staticmethod
     def _kind(num_sequences: int, num_drafts: int) -> tuple[bool, int]:
@@ -103,11 +103,11 @@ class StepTimes:
         return bool(num_drafts), rows if not num_drafts or rows < 5 else 5 + (rows - 5) // 4 * 4
 
     def mean(self, num_sequences: int, num_drafts: int = 0) -> float | None:
-        """Seconds of such a step, None before it was measured."""
+        """Mean seconds of such a step; None if not measured."""
         return self._means.get(self._kind(num_sequences, num_drafts))
 
     def cost(self, num_sequences: int, num_drafts: int) -> float:
-        """How much longer than a plain step one with so many guesses takes: measured, or from the nearest that was."""
+        """Time of a step with this many draft tokens relative to a plain step, measured or extrapolated."""
         if num_drafts == 0:
             return 1.0
         plain = self.mean(num_sequences)
@@ -124,51 +124,51 @@ class StepTimes:
         return 1 + self._slower * (rows - 1)
 
     def fade(self) -> None:
-        """Times of steps with guesses are doubted a little more."""
+        """Lower the measured times of verification steps a little, so that they are eventually retried."""
         for kind, mean in self._means.items():
             if kind[0] and mean is not None:
                 self._means[kind] = mean * FADE
 
 
 @dataclass(slots=True)
-class _Guessed:
-    """What stands for one sequence: the guess of what follows its tokens, and how good its guesses were."""
+class _Draft:
+    """Per sequence and drafter: the current draft, and its acceptance rates."""
 
     rates: Rates
     guess: Guess | None = None
 
 
 class _Chance(NamedTuple):
-    """That a guessed token is right with all before it."""
+    """The probability that a draft token and all before it are right."""
 
     chance: float
-    place: int  # of its sequence in the step
-    depth: int  # 1 for the first guess
+    place: int  # index of its sequence in the step
+    depth: int  # 1 for the first draft token
 
 
 class _Source:
-    """A drafter: how good its guesses are, and what a round of them takes."""
+    """A drafter with its acceptance rates and its measured cost."""
 
     def __init__(self, drafter: AnyDrafter) -> None:
         self.name = drafter.name
         self.paid: PaidDrafter | None = drafter if isinstance(drafter, PaidDrafter) else None
         self.free: Drafter | None = drafter if isinstance(drafter, Drafter) else None
-        assert self.paid or self.free, f"{drafter!r} is no drafter"
+        assert self.paid or self.free, f"{drafter!r} is not a drafter"
         self.rates = Rates(expected=EXPECTED if self.paid is None else EXPECTED_PAID)
-        self.rest, self.rested = REST, 0  # steps that it is to rest where it does not pay, and has rested
-        # seconds of a round (a token for each of so many); the first caught up with prompts: it does not count
+        self.rest, self.rested = REST, 0  # steps to rest while it does not pay off, and steps rested
+        # number of sequences -> seconds of a round (one token each); the first, which includes catching up, is ignored
         self.rounds: dict[int, float | None] = {}
 
-    def known(self, sequence: Sequence) -> _Guessed:
+    def known(self, sequence: Sequence) -> _Draft:
         if sequence.speculation is None:
             sequence.speculation = {}
-        of_name: dict[str, _Guessed] = sequence.speculation
+        of_name: dict[str, _Draft] = sequence.speculation
         if self.name not in of_name:
-            of_name[self.name] = _Guessed(Rates(self.rates))
+            of_name[self.name] = _Draft(Rates(self.rates))
         return of_name[self.name]
 
-    def judge(self, known: _Guessed, tokens: list[int]) -> None:
-        """See whether the tokens that came were guessed."""
+    def judge(self, known: _Draft, tokens: list[int]) -> None:
+        """Compare new tokens with the draft, and update the acceptance rates."""
         if known.guess is None:
             return
         for number, (token, guessed) in enumerate(zip(tokens, known.guess.token_ids, strict=False)):
@@ -178,7 +178,7 @@ class _Source:
                 break
 
     def chances(self, sequence: Sequence, room: int, always: int) -> list[float]:
-        """Of the next tokens' guesses to be right; `always`: so many are certain, where nobody asks whether it pays."""
+        """Acceptance probabilities of the next draft tokens. In mode "always", the first `always` count as certain."""
         known = self.known(sequence)
         guess = Guess((0,) * DEEPEST, 0) if self.paid is not None else known.guess
         if guess is None:
@@ -189,7 +189,7 @@ class _Source:
         return known.rates.chances(guess, room)
 
     def share(self, num_sequences: int, plain: float | None) -> float:
-        """Of a plain step's time, what a round takes."""
+        """Time of a round as a fraction of a plain step."""
         if self.paid is None:
             return 0.0
         measured = {count: mean for count, mean in self.rounds.items() if mean is not None}
@@ -198,37 +198,37 @@ class _Source:
         return measured[min(measured, key=lambda count: abs(count - num_sequences))] / plain
 
     def buy(self, sequences: Many[Sequence], counts: Many[int]) -> None:
-        """Have so many tokens of each sequence guessed."""
+        """Let a paid drafter draft this many tokens for each sequence, and measure the time."""
         assert self.paid is not None
         started = time.monotonic()
         found = self.paid.propose(sequences, counts)
         seconds = time.monotonic() - started
         for sequence, ids in zip(sequences, found, strict=True):
             self.known(sequence).guess = Guess(ids, 0) if ids else None
-        if all(len(ids) == count for ids, count in zip(found, counts, strict=True)):  # else it was catching up
-            _newer(self.rounds, sum(map(bool, counts)), seconds / max(counts))
+        if all(len(ids) == count for ids, count in zip(found, counts, strict=True)):  # otherwise it was catching up
+            _update_mean(self.rounds, sum(map(bool, counts)), seconds / max(counts))
 
     def fade(self) -> None:
-        """What a round takes is doubted a little more."""
+        """Lower the measured times of rounds a little, as in `StepTimes.fade`."""
         for count, mean in self.rounds.items():
             self.rounds[count] = mean and mean * FADE
 
 
-class _Wish(NamedTuple):
-    """What a step is to check: so many tokens of each of its parts."""
+class _Choice(NamedTuple):
+    """The draft tokens to verify in a step, as a number per part."""
 
     source: _Source
     counts: list[int]
-    is_trial: bool = False  # of one that rested, to see whether it pays by now
+    is_trial: bool = False  # retries a drafter that rested
 
 
 class Speculation:
-    """Guesses for the sequences of an engine.
+    """Speculative decoding for the sequences of an engine.
 
-    drafters  who guesses; `name` says who did last
-    mode      always: every guess is checked, for tests and comparisons; auto: what pays
-    device    cpu | cuda
-    goes_back whether a wrong guess takes the right ones before it along: they are read again in the next step
+    drafters   available drafters; `name` is the one used last
+    mode       auto: only drafts that pay off; always: every draft, for tests and comparisons
+    device     cpu | cuda
+    goes_back  a rejected token also discards the accepted ones before it, which the next step recomputes
     """
 
     def __init__(
@@ -245,15 +245,15 @@ class Speculation:
         self._times = StepTimes(SLOWER[device])
         self._is_crowded = False
         self._since_plain = 0  # steps
-        self._asked_s = 0.0  # what guessing took before the present step
+        self._asked_s = 0.0  # time of paid drafting before the current step
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that drafters keep of sequences."""
+        """Bytes of the drafters' state for sequences."""
         return sum(source.paid.kept_bytes for source in self._sources if source.paid is not None)
 
     def learn(self, sequence: Sequence, num_new: int) -> None:
-        """Its last `num_new` tokens are new: see whether they were guessed, and guess what follows."""
+        """Learn from the last `num_new` tokens of a sequence, and draft its continuation."""
         if not num_new:
             return
         rests = sequence.finish_reason is not None or self._is_crowded
@@ -263,13 +263,13 @@ class Speculation:
             known.guess = None if rests or source.free is None else source.free.guess(sequence)
 
     def wants(self, step: Step, most: int) -> bool:
-        """Whether guesses would go into the step after this one, as far as that can be told."""
-        return self._wish(step, most) is not None
+        """True if the step after this one would probably verify drafts."""
+        return self._best_choice(step, most) is not None
 
     def choose(self, step: Step, most: int) -> list[tuple[int, ...]]:
-        """For each part of a step the guessed tokens to check, at most `most` in all; nothing in one with a prompt."""
+        """The draft tokens to verify for each part of a step, at most `most` in total; none in steps with a prefill."""
         self._asked_s = 0.0
-        wish = self._wish(step, most)
+        wish = self._best_choice(step, most)
         if wish is None:
             return [()] * len(step.scheduled)
         source, sequences = wish.source, [part.sequence for part in step.scheduled]
@@ -282,14 +282,14 @@ class Speculation:
         guesses = [source.known(sequence).guess for sequence in sequences]
         return [g.token_ids[:count] if g is not None else () for g, count in zip(guesses, wish.counts, strict=True)]
 
-    def _wish(self, step: Step, most: int) -> _Wish | None:
-        """Whose guesses, and how many of them, make most tokens a second; None where none do."""
+    def _best_choice(self, step: Step, most: int) -> _Choice | None:
+        """The drafter and counts with the most expected tokens per second; None if plain decoding is best."""
         parts, always = step.scheduled, self.mode == "always"
         if not all(part.is_last_chunk and part.sequence.num_output_tokens for part in parts):
             return None
         found, best, trial = None, len(parts) * GAIN, None
         for source in self._sources:
-            if source.paid is not None and not always and not self._may_buy(len(parts)):
+            if source.paid is not None and not always and not self._may_use_paid(len(parts)):
                 continue
             chances: list[_Chance] = []
             for place, part in enumerate(parts):
@@ -301,21 +301,21 @@ class Speculation:
                 continue
             chances.sort(key=lambda one: -one.chance)
             del chances[most:]
-            count, rate = self._worth(source, chances, len(parts))
+            count, rate = self._best_count(source, chances, len(parts))
             if count and rate > best:
-                found, best = _Wish(source, _counts(chances[:count], len(parts))), rate
+                found, best = _Choice(source, _counts(chances[:count], len(parts))), rate
             elif source.paid is not None and source.rested >= source.rest:
                 first = [one for one in chances if one.depth == 1]
-                trial = _Wish(source, _counts(first, len(parts)), is_trial=True)
+                trial = _Choice(source, _counts(first, len(parts)), is_trial=True)
         return found or trial
 
-    def _may_buy(self, num_sequences: int) -> bool:
-        """Not for a crowd, nor before it was seen what a plain step takes, and again now and then."""
+    def _may_use_paid(self, num_sequences: int) -> bool:
+        """True if paid drafts are allowed: not with many sequences, without a plain baseline, or when one is due."""
         is_known = self._times.mean(num_sequences) is not None
         return is_known and not self._is_crowded and self._since_plain < PLAIN_EVERY
 
-    def _worth(self, source: _Source, chances: list[_Chance], num_sequences: int) -> tuple[int, float]:
-        """How many of the guesses, the most likely first, make most tokens in a plain step's time; and how many."""
+    def _best_count(self, source: _Source, chances: list[_Chance], num_sequences: int) -> tuple[int, float]:
+        """(number of draft tokens, most likely first, that maximizes the rate; that rate in tokens per plain step)"""
         if self.mode == "always":
             return len(chances), float("inf")
         share = source.share(num_sequences, self._times.mean(num_sequences))
@@ -329,17 +329,17 @@ class Speculation:
             if rate > best_rate:
                 best, best_rate = count, rate
             wanted = wanted or one.chance > 0.5
-        if not best and wanted:  # time alone speaks against them: perhaps no longer
+        if not best and wanted:  # only the measured times prevent likely drafts, and they may be outdated
             self._times.fade()
             source.fade()
         return best, best_rate
 
     def times_of(self, num_sequences: int, num_drafts: int) -> tuple[float | None, float | None]:
-        """Mean seconds of a step with so many guesses, and of a round of the last drafter; None where not measured."""
+        """(mean seconds of such a step, mean seconds of a round of the last drafter); None if not measured."""
         return self._times.mean(num_sequences, num_drafts), self._sources[-1].rounds.get(num_sequences)
 
     def note(self, step: Step, seconds: float) -> None:
-        """How long a step took, guessing included."""
+        """Record the duration of a step, including drafting."""
         self._is_crowded = self.mode == "auto" and len(step.scheduled) >= CROWD
         num_drafts = sum(len(part.drafts) for part in step.scheduled)
         self._since_plain = self._since_plain + 1 if num_drafts else 0

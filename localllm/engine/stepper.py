@@ -1,7 +1,7 @@
-"""One step after the other: schedule, build, forward, sample, commit, publish.
+"""Runs the engine's steps: schedule, build, forward, sample, commit, publish.
 
-An exception of one request (sampling, mask, stop check) ends that request, an exception in a forward pass ends the
-requests of that batch; what escapes from here makes the engine dead.
+An exception of one request (sampling, mask, stop check) ends that request, and an exception in a forward pass ends the
+requests of that batch. An exception that escapes stops the engine.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched; its tokens are being sampled, or will be when those of the step before are known."""
+    """A launched step whose tokens are being sampled, or will be once those of the previous step are known."""
 
     step: Step
     output: ForwardOutput | None = None
     sampled: SampledTokens | None = None
     masks: Future[None] | None = None
-    # by number of a sequence with guessed tokens: its part, and the row that its first token is sampled from
+    # number of a sequence with draft tokens -> its part, and the row from which its first token is sampled
     drafted: dict[int, tuple[Scheduled, int]] = field(default_factory=dict)
-    # the same of those whose other rows are sampled at once, behind the first ones of all: what came of them
+    # number of a sequence whose draft rows were sampled together with the first rows -> their results
     behind: dict[int, list[RowResult]] = field(default_factory=dict)
-    error: Exception | None = None  # why it came to nothing
+    error: Exception | None = None  # why the step failed
 
 
 class Stepper:
-    """Continuous batching over one model; `speculation` guesses tokens, None never does."""
+    """Continuous batching over one model; `speculation` None turns off speculative decoding."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, publisher: Publisher, speculation: Speculation | None = None
     ) -> None:
         self.runner = runner
         self.speculation = speculation
-        # launch a step before the tokens of the one before are on the host: keeps a GPU busy, delays tokens on a CPU
+        # launch a step before the previous tokens are on the host: keeps a GPU busy, but would delay tokens on a CPU
         self.runs_ahead = runner.cache.device.type == "cuda"
-        self.fault: Callable[[int], None] | None = None  # tests: called with the number of each step; may raise
+        self.fault: Callable[[int], None] | None = None  # for tests: called with each step's number; may raise
         self.pressure = Pressure(scheduler)
         self.masks = MaskFiller(runner.vocab_size)
         self._scheduler = scheduler
         self._publisher = publisher
-        self._ahead: PendingStep | None = None  # the step that was launched ahead
-        self.stats = EngineStats()  # its counters of steps and tokens
+        self._ahead: PendingStep | None = None  # the step launched ahead, if any
+        self.stats = EngineStats()  # only the counters of steps and tokens are kept here
 
     @property
     def has_work(self) -> bool:
         return self._ahead is not None or self._scheduler.has_work
 
     def step(self) -> bool:
-        """One step; False when there was nothing to compute.
+        """Run one step; False if there was nothing to compute.
 
-        Running ahead, the forward pass of the next step is launched before this one's tokens are on the host, and
-        sampled after they were committed: what samples it (masks, penalties) knows every token before.
+        When running ahead, the forward pass of the next step is launched before this step's tokens are on the host. It
+        is sampled after they are committed, so masks and penalties see every earlier token.
         """
         started = time.monotonic()
         pending, self._ahead = self._ahead, None
@@ -84,7 +84,7 @@ class Stepper:
             if not step.scheduled:
                 self._publisher.publish()
                 return bool(step.out_of_pages)
-            self._guess(step)
+            self._add_drafts(step)
             pending = self._launch(step)
             self._sample(pending)
         ahead = self._launch_ahead(pending)
@@ -95,32 +95,32 @@ class Stepper:
             if ahead.error is None:
                 self._ahead = ahead
             else:
-                self._give_up(ahead)
+                self._handle_failure(ahead)
                 self._publisher.publish()
         if self.speculation is not None and pending.error is None:
             self.speculation.note(pending.step, time.monotonic() - started)
         return True
 
-    def _guess(self, step: Step) -> None:
-        """Put guessed tokens into a step; a drafter that fails guesses no more, and costs no request anything."""
+    def _add_drafts(self, step: Step) -> None:
+        """Add draft tokens to a step. If a drafter fails, speculation is turned off; no request is affected."""
         if self.speculation is None:
             return
         try:
-            more = sum(part.num_tokens - 1 for part in step.scheduled)  # what a grammar forced, or is read again
+            more = sum(part.num_tokens - 1 for part in step.scheduled)  # tokens forced by a grammar, or recomputed
             most = max(0, self._scheduler.limits.drafts - more)
             self._scheduler.add_drafts(step, self.speculation.choose(step, most))
             step.drafter = self.speculation.name
         except Exception as error:
             if is_device_lost(error):
                 raise device_lost(error) from error
-            log.error("speculation is off: guessing failed", exc_info=error)
-            self._guess_no_more()
+            log.error("speculation is off: drafting failed", exc_info=error)
+            self._stop_speculation()
 
-    def _guess_no_more(self) -> None:
+    def _stop_speculation(self) -> None:
         self.speculation = self.runner.listener = None
 
     def _launch(self, step: Step, before: PendingStep | None = None) -> PendingStep:
-        """Build and forward. `before` samples the tokens of a step that is ahead."""
+        """Build the batch and launch its forward pass. `before` provides the input tokens of a step that runs ahead."""
         started = time.monotonic()
         for part in step.scheduled:
             part.sequence.start_time = part.sequence.start_time or started
@@ -129,7 +129,7 @@ class Stepper:
         try:
             if self.fault is not None:
                 self.fault(self.stats.num_steps)
-            if before is None:  # else their last tokens are not known yet
+            if before is None:  # otherwise the last tokens are not known yet
                 pending.masks = self.masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
             pending.output = self.runner.forward(step, before.sampled if before is not None else None)
         except Exception as error:
@@ -142,7 +142,7 @@ class Stepper:
         if not self.runs_ahead or pending.error is not None:
             return None
         if self.speculation is not None and self.speculation.wants(pending.step, self._scheduler.limits.drafts):
-            return None  # the next step will have guessed tokens
+            return None  # the next step will have draft tokens
         step = self._scheduler.schedule_ahead(pending.step)
         if step is None:
             return None
@@ -150,7 +150,7 @@ class Stepper:
         return self._launch(step, pending)
 
     def _sample(self, pending: PendingStep) -> None:
-        """Split off the children of finished prompts and sample one token for every sequence at its end."""
+        """Fork the children of finished prompts, and sample a token for every sequence that is fully computed."""
         if pending.error is not None:
             return
         sequences: list[Sequence] = []
@@ -165,8 +165,8 @@ class Stepper:
                 if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
                     for event in take_rows(part, pending.output, row, self.runner.vocab_size):
                         self._publisher.add(event)
-                ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
-                jumped = part.start + part.num_tokens < part.sequence.num_tokens  # or what follows became known
+                ended = part.sequence.state is SequenceState.FINISHED  # during the forward pass
+                jumped = part.start + part.num_tokens < part.sequence.num_tokens  # a grammar forced further tokens
                 if part.is_last_chunk and not part.sequence.request.only_reads and not ended and not jumped:
                     family = [part.sequence, *part.sequence.children()]
                     sequences += family
@@ -193,13 +193,13 @@ class Stepper:
             sequence.mask_row = None
 
     def _commit(self, pending: PendingStep, ahead: PendingStep | None) -> None:
-        """Wait for the tokens of a step and count it; what it means for every sequence waits to be published."""
+        """Wait for the tokens of a step, update all sequences and counters, and queue the events."""
         try:
             results = pending.sampled.results() if pending.sampled is not None else []
-        except Exception as error:  # what a GPU computes fails when it is waited for
+        except Exception as error:  # asynchronous GPU errors surface here
             pending.error = error
         if pending.error is not None:
-            self._give_up(pending)
+            self._handle_failure(pending)
             return
         assert pending.sampled is not None
         sequences = pending.sampled.sequences
@@ -219,7 +219,7 @@ class Stepper:
                 sequence.prefill_time = now
         fed = [part.sequence.number for part in ahead.step.scheduled] if ahead is not None else []
         for sequence, result in zip(sequences, results, strict=True):
-            if sequence.state is not SequenceState.FINISHED:  # it ended while its token was under way
+            if sequence.state is not SequenceState.FINISHED:  # otherwise it ended while its token was being sampled
                 sequence.pending_forks = 0
                 before = sequence.num_tokens
                 part, row = pending.drafted.get(sequence.number, (None, 0))
@@ -227,7 +227,7 @@ class Stepper:
                 self._count(sequence, drafter, checked=len(drafts))
                 self._advance(sequence, result, now, drafter, drafts, sequence.number in fed)
                 if part is not None:
-                    self._follow_guesses(pending, sequence, part, row, before, now)
+                    self._accept_drafts(pending, sequence, part, row, before, now)
                 if self.speculation is not None:
                     self.speculation.learn(sequence, sequence.num_tokens - before)
 
@@ -255,9 +255,9 @@ class Stepper:
     def _advance(
         self, sequence: Sequence, result: RowResult, now: float, drafter: str, drafts: Many[int], is_fed: bool = False
     ) -> None:
-        """Append a sequence's token, and make the event that tells of it. `is_fed` as in `_append`.
+        """Append a sampled token to its sequence and queue its event. `is_fed` as in `_append`.
 
-        drafts  what `drafter` guessed from this token on
+        drafts  the tokens that `drafter` proposed from this position on
         """
         if isinstance(result, Exception):
             self._publisher.fail(sequence, explained(result))
@@ -270,7 +270,7 @@ class Stepper:
             self._append(sequence, token, event, is_fed)
             if sequence.stop_check is not None and sequence.finish_reason is None:
                 event.text = sequence.stop_check.take()
-        except Exception as error:  # a stop check or mask that fails ends its own request only
+        except Exception as error:  # a failed stop check or mask ends only its own request
             if not isinstance(error, LocalLLMError):
                 log.exception("a request failed")
             sequence.stop_check = None
@@ -289,11 +289,12 @@ class Stepper:
         else:
             self._publisher.finish(sequence, sequence.finish_reason, event)
 
-    def _follow_guesses(
+    def _accept_drafts(
         self, pending: PendingStep, sequence: Sequence, part: Scheduled, row: int, before: int, now: float
     ) -> None:
-        """While the tokens from `before` on are the guessed ones, the rows behind them count as if each had been a step
-        of its own; what was computed for wrong guesses is dropped.
+        """Accept draft tokens as long as they match, and discard the rest.
+
+        While the tokens from `before` on equal the draft, each further row is sampled as in a step of its own.
         """
         assert pending.output is not None
         while sequence.state is not SequenceState.FINISHED:
@@ -319,7 +320,7 @@ class Stepper:
             sequence.mask_row = None
 
     def _count(self, sequence: Sequence, drafter: str, checked: int = 0, right: int = 0) -> None:
-        """Guessed tokens: of the step that checks them, and each as soon as it is right: it may be an answer's last."""
+        """Count draft tokens: verified ones once per step, accepted ones at once, since one may end the answer."""
         if not (checked or right):
             return
         stats = self.stats
@@ -334,15 +335,15 @@ class Stepper:
 
     @staticmethod
     def _append(sequence: Sequence, token: int, event: TokenEvent, is_fed: bool) -> None:
-        """Append the token that was sampled and what can only follow it: the next forward pass reads all of it at once.
+        """Append the sampled token and the tokens that a grammar forces after it; the next step computes them together.
 
-        A token that is not in a forward pass yet (`is_fed`) gives way to others of the same text, where with what
-        follows it the tokenizer would spell it so: text that comes back in a later prompt has the same tokens.
+        Unless the token is already in a forward pass (`is_fed`), it may be replaced: together with the forced text, the
+        tokenizer may encode it differently, and the answer should have the same tokens as in a later prompt.
         """
         ids, mask = [token], sequence.token_mask
         if mask is not None:
             mask.accept(token)
-            if sequence.params.logprobs is None:  # what is not sampled has no log-probability
+            if sequence.params.logprobs is None:  # forced tokens have no log-probability
                 ids = [token, *mask.jump_forward()] if is_fed else mask.jump_forward(token)
             if ids[0] != token:
                 mask.rollback(1)
@@ -357,10 +358,10 @@ class Stepper:
             if sequence.finish_reason is not None:
                 return
 
-    def _give_up(self, pending: PendingStep) -> None:
-        """A step failed: try it again smaller where memory ran out, else end its requests. The loop goes on.
+    def _handle_failure(self, pending: PendingStep) -> None:
+        """Handle a failed step: retry with lower limits if it ran out of memory, otherwise end its requests.
 
-        Raises DeviceError for what leaves the device unusable.
+        Raises DeviceError if the device is unusable.
         """
         error = pending.error
         assert error is not None
@@ -372,9 +373,9 @@ class Stepper:
         if is_out_of_memory(error) and self.pressure.relieve(pending.step):
             self._scheduler.restart(pending.step)
             return
-        if guessed:  # nobody asked for what made this step different
+        if guessed:  # speculation is optional, so retry without it
             log.error("speculation is off: a step failed", exc_info=error)
-            self._guess_no_more()
+            self._stop_speculation()
             self._scheduler.restart(pending.step)
             return
         log.error("a step failed", exc_info=error)
@@ -383,16 +384,16 @@ class Stepper:
                 self._publisher.fail(part.sequence, explained(error))
 
     def _end_out_of_pages(self, step: Step) -> None:
-        """Not a page left for a sequence though it is alone: what it has is its answer, if it has any."""
+        """End sequences that run alone and still get no page: with "length" if they have any output, else an error."""
         for sequence in step.out_of_pages:
             if sequence.num_output_tokens:
                 self._publisher.finish(sequence, FinishReason.LENGTH)
             else:
-                message = f"the key/value cache has no room for {sequence.num_tokens:,} tokens"
+                message = f"the KV cache has no room for {sequence.num_tokens:,} tokens"
                 self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
 
 
 def _num_equal(tokens: Many[int], guessed: Many[int]) -> int:
-    """How many of the first tokens are the guessed ones."""
+    """Length of the common prefix of two token lists."""
     pairs = enumerate(zip(tokens, guessed, strict=False))
     return next((number for number, (token, guess) in pairs if token != guess), min(len(tokens), len(guessed)))

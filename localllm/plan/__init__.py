@@ -1,1 +1,1 @@
-"""Model facts and machine facts -> what runs where, with every byte counted."""
+"""Execution planning: from model facts and machine facts to a device, formats and sizes, with every byte counted."""

@@ -1,6 +1,6 @@
-"""Rows of the model picker: what is on this machine, then what the catalogue could fetch, each with fit and speed.
+"""Rows of the model picker: models on this machine, then models to download, each with fit and speed.
 
-Reads file headers and asks the planner; no torch. Takes up to a second: call it off the event loop.
+Reads file headers and runs the planner, without torch. It can take a second, so call it off the event loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.quality import note as quality_note
 
-# Parts of a plain name that say how a model is stored.
+# Suffixes of a plain name that describe the storage format only.
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
 
 
 def model_choices(planner: Planner) -> list[ModelChoice]:
-    """All rows; a window that was asked for is taken up to each model's own."""
+    """All rows. A requested context is clamped to each model's maximum."""
     models = hub.list_local()
     values = {m.name: one.worth for m in models if m.chat and (one := fit.local_option(m, planner)) and one.plan.fits}
     local = [_local(model, planner) for model in models]
@@ -65,7 +65,7 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
 
 
 def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> Iterator[ModelChoice]:
-    """The catalogue's models that this version runs and that are not here; of each the file `pull` would take."""
+    """Supported catalogue models that are not on this machine, each with the file `pull` would choose."""
     free = catalog.memory_of(planner.machine).free_bytes
     names = {_plain(row.name) for row in local}
     for starter in catalog.starters().values():
@@ -82,7 +82,7 @@ def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> 
 
 
 def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
-    """Every file of the catalogue that this version runs, by the plain name of its model."""
+    """Every supported file of the catalogue, grouped by the plain name of its model."""
     forms: dict[str, list[ModelChoice]] = {}
     for one in catalog.candidates():
         if not one.needs:
@@ -91,19 +91,19 @@ def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
 
 
 def _row(one: catalog.Candidate, made: Plan | None, planner: Planner) -> ModelChoice:
-    """A file of the catalogue."""
+    """The row for one file of the catalogue."""
     row = ModelChoice(
         one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
         params=one.params, active_params=one.active_params, license=one.license,
         have_bytes=catalog.memory_of(planner.machine).free_bytes,
-        note="asks for its license first" if one.gated else one.title,
+        note="gated: accept its license first" if one.gated else one.title,
         reason=fit.GPU_ONLY if made is None and one.device == "gpu" else "",
     )  # fmt: skip
     return row if made is None else _planned(row, made)
 
 
 def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, list[ModelChoice]]) -> ModelChoice:
-    """The row with the other formats of its model: those on this machine, and those that could be fetched."""
+    """Add the model's other formats to its row: local ones, and ones available for download."""
     model = _model_of(row, forms)
     if not model:
         return row
@@ -111,12 +111,12 @@ def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, li
     there = {one.format.casefold() for one in (row, *here)}
     size = lambda one: one.size_bytes  # noqa: E731
     away = sorted((one for one in forms[model] if one.format.casefold() not in there), key=size, reverse=True)
-    smallest = {one.format: one for one in away}  # of each format
+    smallest = {one.format: one for one in away}  # sorted by falling size, so the smallest file of a format wins
     return replace(row, quants=tuple(sorted([*here, *smallest.values()], key=size)))
 
 
 def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:
-    """Which of these models a row is, "" for none: beyond the model's name, its own may only say how it is stored."""
+    """The catalogue model that a row belongs to, or "": its name is the model's plus nothing but a storage format."""
     plain = _plain(row.name)
     return next((name for name in forms if plain.startswith(name) and _STORED.fullmatch(plain, len(name))), "")
 

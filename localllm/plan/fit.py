@@ -1,7 +1,7 @@
-"""Which of the catalogue's models run on a machine, judged by the plan: what `pull`, `chat` and `plan` choose from.
+"""Model selection: which catalogue models run on a machine according to the planner, and which one to recommend.
 
-A family's name becomes the member of most `worth` here: size and date against the pace and the context that fit. The
-same function says which model to start with, on the home screen, in `plan`, in `doctor` and for a chat without a name.
+A family name resolves to its member with the highest `worth` here, which weighs size and date against the speed and
+the context that fit. The home screen, `plan`, `doctor` and a chat without a model name use the same ranking.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from localllm.plan.planner import Planner
 from localllm.terminal import GIB, clean_line, gib, tokens_short
 
 MIN_CTX = 2048  # tokens of context that must fit
-# families whose members are for everything; others are for those who name them
+# general-purpose families; other families are used only when named
 GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
-RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
-MIXED_WORTH = 0.6  # of `worth`, more for a mixture of experts where CPU and GPU share memory: it is large and slow
-DIVIDED_COST = 1.0  # of `worth`, where experts stay in host memory: they fill it, and the pace was measured on no card
-GPU_ONLY = "runs on a GPU only"
-STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
-# compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
-# no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four
+RANK_COST = 0.08  # `worth` lost per step down the order of weight formats
+MIXED_WORTH = 0.6  # `worth` gained by an MoE model on unified memory, which is large but slow
+DIVIDED_COST = 1.0  # `worth` lost with experts in host memory: they fill it, and that speed was never measured on a GPU
+GPU_ONLY = "runs only on a GPU"
+STATE_WINDOW = 1024  # window, in tokens, of the attention layer that represents a sequence's fixed-size state
+# Minimum compute capability -> weight formats, best first: 8 bits lose no noticeable quality, 16 bits only take more
+# memory, and GPUs without FP8 arithmetic are fastest with 4 bits.
 ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (100, ("fp8", "nvfp4", "int4", "gguf", "bf16")),
     (89, ("fp8", "int4", "nvfp4", "gguf", "bf16")),
@@ -48,11 +48,10 @@ Plans = dict[catalog.Candidate, Plan | None]
 
 
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
-    """What the planner needs to know of a model that is not here; None for one of which only the size is known.
+    """Model facts for a catalogue entry without its files; None if only its size is known.
 
-    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape or from what its
-    config.json says of its layers, which its architecture reads. Of an architecture that this version cannot run only
-    the bytes are right: layers that keep as much as its own do.
+    The weights are as large as the download. Everything else comes from the entry's shape or from its config.json, read
+    by the architecture. For an architecture that this version cannot run, stand-in layers give the right KV bytes only.
     """
     shape = candidate.shape
     if candidate.config:
@@ -90,7 +89,7 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
 
 
 def _own_of(candidate: catalog.Candidate) -> dict[str, Any]:
-    """What an entry says of its files, as fields of `ModelFacts`."""
+    """The entry's file properties as fields of `ModelFacts`."""
     return {
         "name": candidate.title,
         "max_context": candidate.context,
@@ -113,20 +112,20 @@ def _described(config: str) -> ModelFacts:
 
 
 def _keeping(values: int, window: int | None) -> LayerFacts:
-    """A layer that keeps so many values of keys for a token, and as many of values."""
+    """A stand-in attention layer whose keys, and whose values, have `values` elements per token."""
     return LayerFacts(Attention(1, 1, values, RopeFacts(1e6, 64), window=window), Dense(4 * 4096))
 
 
 def device_kind(planner: Planner) -> str:
-    """cuda where a plan would take a GPU, else cpu."""
+    """The kind of device that plans use: cuda or cpu."""
     try:
         return chosen_device(planner.machine, planner.options.device).kind
-    except LocalLLMError:  # a device that is not there: whoever plans for it says so
+    except LocalLLMError:  # no such device: planning for it reports the error
         return "cpu"
 
 
 def _in_one_place(planner: Planner) -> Planner:
-    """One that plans for the same device whatever the model, with the context that fits."""
+    """A planner fixed to one device, whatever the model, with the context that fits."""
     try:
         device = chosen_device(planner.machine, planner.options.device).device
     except LocalLLMError:  # as in `device_kind`
@@ -135,10 +134,10 @@ def _in_one_place(planner: Planner) -> Planner:
 
 
 def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> catalog.Fits:
-    """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
+    """A function that says whether a candidate runs here with `min_ctx` tokens (or its maximum), and how fast.
 
-    Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself. A model
-    whose shape is not known is judged by its size. `made_before` keeps the plans for the next verdict.
+    With a usable GPU the candidate must fit there: a family name never falls back to the CPU automatically. A candidate
+    of unknown shape is judged by size. `made_before` is a cache of plans to share between calls.
     """
     kind, planner = device_kind(planner), _in_one_place(planner)
     plans = {} if made_before is None else made_before
@@ -158,7 +157,7 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
 
 
 def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
-    """The plan for a model that is not here; None when it cannot run at all: there is no GPU, and it needs one."""
+    """The plan for a catalogue entry; None if it cannot be planned, or needs a GPU and there is none."""
     facts = facts_of(candidate)
     if facts is None or (candidate.device == "gpu" and device_kind(planner) == "cpu"):
         return None
@@ -169,9 +168,9 @@ def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
 
 
 def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[catalog.Candidate], float]:
-    """How good a choice a candidate is here: `catalog.worth`, less where its kind of weights suits the card less.
+    """A function that scores candidates for this machine: `catalog.worth`, adjusted for how its format suits the GPU.
 
-    It counts with the pace that one noisy bench does not move. On the CPU the catalogue's own order holds.
+    It uses `Plan.pace`, so a single noisy benchmark does not reorder models. On the CPU there is no format penalty.
     """
     kind = device_kind(planner)
     gpu = chosen_device(planner.machine, "auto").gpu if kind == "cuda" else None
@@ -195,7 +194,7 @@ def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[
 
 
 def kind_of(candidate: catalog.Candidate) -> str:
-    """nvfp4, int4, fp8, gguf or bf16."""
+    """The weight format of a candidate: nvfp4, mxfp4, fp8, bf16, gguf or int4."""
     name = candidate.format.lower()
     if candidate.quant:
         return "gguf"
@@ -205,9 +204,9 @@ def kind_of(candidate: catalog.Candidate) -> str:
 def recommended(
     alias: str, planner: Planner, limit: catalog.DownloadLimit | None = None, made_before: Plans | None = None
 ) -> catalog.Choice | None:
-    """What a family's or a model's name would become here, without asking the hub; None when nothing fits.
+    """The choice for a family or model name on this machine, without contacting the hub; None if nothing fits.
 
-    `limit` as `hub.download_limit` gives it: the most a family's name downloads.
+    `limit` is the largest download for a family name (see `hub.download_limit`).
     """
     kind, plans = device_kind(planner), {} if made_before is None else made_before
     try:
@@ -224,17 +223,17 @@ def recommended(
 
 
 class Best(NamedTuple):
-    """The file of a model that would be taken, whether it runs here or not."""
+    """The best file of a model for this machine, whether or not it runs here."""
 
     file: catalog.Candidate
-    plan: Plan | None  # of one that does not fit too
-    reason: str  # why it does not run, "" when it does
+    plan: Plan | None  # present even if the model does not fit
+    reason: str  # why it does not run; "" if it does
 
 
 def best_file(name: str, planner: Planner, made_before: Plans | None = None) -> Best:
-    """Of a model's files the one `recommended` takes, else the smallest that could run, with what is against it.
+    """The file that `recommended` takes, else the smallest runnable one with the reason why it does not fit.
 
-    Where nothing fits on the GPU the plan says what is missing there: a name does not choose the CPU by itself.
+    If nothing fits on the GPU, the plan shows what is missing there: a name never falls back to the CPU automatically.
     """
     if choice := recommended(name, planner, made_before=made_before):
         return Best(choice.best, plan_of(choice.best, planner), "")
@@ -247,36 +246,36 @@ def best_file(name: str, planner: Planner, made_before: Plans | None = None) -> 
     if made is None:
         only = file.device == "gpu" and device_kind(planner) == "cpu"
         return Best(file, None, GPU_ONLY if only else "cannot be planned with these settings")
-    need = max(made.need_bytes, made.have_bytes + GIB // 10)  # a difference that is seen
+    need = max(made.need_bytes, made.have_bytes + GIB // 10)  # keep a difference visible after rounding
     least = f"{gib(need, 1)} at {tokens_short(made.ctx)} tokens of context"
-    return Best(file, made, f"needs {least}, {gib(made.have_bytes, 1)} are free")
+    return Best(file, made, f"needs {least}, {gib(made.have_bytes, 1)} free")
 
 
 def runnable(name: str, planner: Planner) -> list[catalog.Candidate]:
-    """Of a name's files those that this machine could run if they fit; all of them where it could run none."""
+    """The files of a name that this machine could run if they fit; all of them if it could run none."""
     members, on_cpu = catalog.members(name), device_kind(planner) == "cpu"
     return [one for one in members if not one.needs and not (on_cpu and one.device == "gpu")] or [*members]
 
 
 def judgement(planner: Planner) -> hub.Judgement:
-    """How `hub.resolve` decides for a family's name: by `recommended`'s rule."""
+    """The rule by which `hub.resolve` resolves a family name: the same as in `recommended`."""
     plans = Plans()
     fits, prefer = judge(planner, MIN_CTX, plans), preference(planner, plans)
     return hub.Judgement(catalog.memory_of(planner.machine), fits, prefer)
 
 
 def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
-    """What a name stands for, a family's name by `recommended`'s rule; `how` as of `hub.resolve`, which it asks.
+    """Resolve a name with `hub.resolve`, which takes `how`; family names follow the rule of `recommended`.
 
-    Raises what that raises, DoesNotFit when no member fits with the smallest context either.
+    Raises what `hub.resolve` raises, and DoesNotFit if no member fits even with the smallest context.
     """
     return hub.resolve(name, judge=lambda: judgement(planner), **how)
 
 
 def with_draft(planner: Planner) -> Planner:
-    """One that counts the draft model its options name, as the catalogue has it where it is not here.
+    """A planner that includes the draft model named in the options, from its files or else from the catalogue.
 
-    Raises ModelNotFound where neither knows it, and what `resolve` and opening its files raise.
+    Raises ModelNotFound if neither has it, and what `resolve` and `open_model` raise.
     """
     options = planner.options
     if not options.draft or options.speculation not in ("auto", "draft"):
@@ -295,29 +294,29 @@ def with_draft(planner: Planner) -> Planner:
 
 
 class Option(NamedTuple):
-    """A model with its plan, in the choice of one to start with."""
+    """A model that could be recommended, with its plan."""
 
-    model: catalog.Candidate  # its name is what `chat` takes
+    model: catalog.Candidate  # `chat` accepts its name
     plan: Plan
     worth: float
     local: bool = False
 
 
 class Advised(NamedTuple):
-    """What to take on a machine, and what else may be wanted."""
+    """The recommended model for a machine, and two alternatives."""
 
     best: Option
-    fast: Option | None  # the best of those with the pace and the context that a chat wants
-    largest: Option  # the most able that fits with some context, whatever its pace
+    fast: Option | None  # the best model that reaches the speed and context wanted for chat
+    largest: Option  # the most capable model that fits, whatever its speed
 
 
 def option_of(model: catalog.Candidate, plan: Plan, planner: Planner, local: bool = False) -> Option:
-    """A model with its plan at the context that would be taken."""
+    """An option scored by `preference`."""
     return Option(model, plan, preference(planner, {model: plan})(model), local)
 
 
 def pick(options: Iterable[Option], planner: Planner) -> Advised | None:
-    """Of models that could be started the one to take, and two others; None where none fits."""
+    """Pick the recommended model and its alternatives; None if nothing fits."""
     fitting = [one for one in options if one.plan.fits and one.plan.max_ctx >= min(MIN_CTX, one.model.context)]
     if not fitting:
         return None
@@ -334,7 +333,7 @@ def pick(options: Iterable[Option], planner: Planner) -> Advised | None:
 def advised(
     planner: Planner, limit: catalog.DownloadLimit | None = None, made_before: Plans | None = None
 ) -> Advised | None:
-    """The model to start with on this machine: of those that are here, and of what each family's name would fetch."""
+    """The recommended model for this machine, among local models and the general-purpose families."""
     plans: Plans = {} if made_before is None else made_before
     fits = judge(planner, MIN_CTX, plans)
     most = limit.num_bytes if limit else float("inf")
@@ -350,7 +349,7 @@ def _here(planner: Planner) -> Iterable[Option]:
 
 
 def local_option(model: hub.LocalModel, planner: Planner) -> Option | None:
-    """A model of this machine as one to choose; None for one that cannot be planned."""
+    """A local model as an option; None if it cannot be planned."""
     if model.facts is None:
         return None
     try:
@@ -361,14 +360,14 @@ def local_option(model: hub.LocalModel, planner: Planner) -> Option | None:
 
 
 def entry_of(model: hub.LocalModel) -> catalog.Candidate:
-    """A model of this machine as an entry of the catalogue, under its own name."""
+    """A local model as a catalogue entry, under its own name."""
     size = (model.architecture, model.params, model.size_bytes, model.max_context)
     known = (one for one in catalog.candidates() if one.spec.casefold() == model.name.casefold())
     return replace(next(known, None) or catalog.candidate_of(model.name, *size), name=model.name)
 
 
 def default_model(planner: Planner) -> str:
-    """The name for a chat that gives none: the model used last; else the one of most worth here; else the starter."""
+    """The model for a chat that names none: the last one used, else the best local one, else the starter."""
 
     def worth(model: hub.LocalModel) -> float | None:
         found = local_option(model, planner)

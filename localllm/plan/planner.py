@@ -1,7 +1,7 @@
-"""Model facts + machine facts + options -> what runs where, with every byte counted and a reason for every choice.
+"""The planner: model facts + machine facts + options -> a `Plan`, with every byte counted and every choice explained.
 
-It reads downwards: placement (`placement.py`), formats and their order of preference (here), bytes (`memory.py`), the
-choice (here). No torch, no measurement. `llm` builds exactly what the plan says; `localllm plan` prints it.
+It works in this order: device (`placement.py`), candidate formats by preference (here), bytes (`memory.py`), choice
+(here). It needs no torch and measures nothing. `llm` builds exactly what the plan says; `localllm plan` prints it.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from localllm.plan.quality import kl_by_kv
 from localllm.plan.ranks import divided
 from localllm.terminal import GIB, gib
 
-CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
-USEFUL_CTX = 4096  # A model whose weights leave less room than this is quantized while loading, if it is not yet.
-SPLIT_CTX = 16384  # Where experts are moved to host memory, some more of them are for this context: it costs little.
-# A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits.
+CPU_CTX = 8192  # default context on the CPU, where prefilling a longer prompt takes minutes
+USEFUL_CTX = 4096  # if unquantized weights leave room for less context than this, they are quantized while loading
+SPLIT_CTX = 16384  # context to aim for when experts move to host memory: moving a few more of them costs little
+# On a GPU the KV cache stays in 16 bits if it then holds this many tokens or the model's maximum; else it takes 8 bits.
 FULL_CTX = 32768
-PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step, the first that leaves room
-# KV format -> what it costs in quality, against float32
+PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step: the first value that leaves room
+# KV format -> its loss of quality against float32
 KV_COST = {
-    "bf16": "half the bytes of float32, mean KL below 0.0001",
-    "int8": "a scale per token and head, keys rotated: mean KL 0.0004 to 0.002, p99 below 0.02 (two small models)",
-    "fp8": "E4M3, a scale per token and head: mean KL 0.009 to 0.013, p99 about 0.1 (two small models)",
+    "bf16": "half the size of float32, mean KL below 0.0001",
+    "int8": "one scale per token and head, keys rotated: mean KL 0.0004 to 0.002, p99 below 0.02 (two small models)",
+    "fp8": "E4M3, one scale per token and head: mean KL 0.009 to 0.013, p99 about 0.1 (two small models)",
 }
-# what plain weights become while loading when they do not fit -> what it costs; best quality first
+# formats that unquantized weights may take while loading, best quality first -> their loss
 ON_LOAD_COST = {
-    "fp8": "weights off by 2.7 % (E4M3, a scale per row)",
-    "int8": "weights off by 1 % (a scale per row)",
-    "int4": "weights off by 8 to 9 % (groups of 64 with zero points)",
+    "fp8": "weight error 2.7 % (E4M3, one scale per row)",
+    "int8": "weight error 1 % (one scale per row)",
+    "int4": "weight error 8 to 9 % (groups of 64 with zero points)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What earlier runs on this machine have shown; empty where nothing was measured."""
+    """Measurements from earlier runs on this machine; empty by default."""
 
     speeds: speeds.Speeds = speeds.Speeds()
     profiles: MemoryProfiles | None = None
@@ -60,9 +60,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans for one machine with one set of options: what every command, the server and the Python API plan with.
+    """Plans models for one machine and one set of options; shared by all commands, the server and the Python API.
 
-    draft   facts of the model that guesses tokens; the options have its name
+    draft   facts of the draft model named in the options
     """
 
     machine: MachineFacts
@@ -72,23 +72,23 @@ class Planner:
 
     @classmethod
     def here(cls, options: EngineOptions | None = None, machine: MachineFacts | None = None) -> Planner:
-        """With all that was measured on this machine."""
+        """A planner for this machine, with everything measured on it so far."""
         machine = machine or this_machine()
         return cls(machine, options or EngineOptions(), Measured(speeds.load(machine), MemoryProfiles()))
 
     def having(self, **options: Any) -> Planner:
-        """The same with other values of some options."""
+        """A copy with some options replaced."""
         if all(getattr(self.options, name) == value for name, value in options.items()):
             return self
         return replace(self, options=replace(self.options, **options))
 
     def plan(self, facts: ModelFacts, path: Path | str = "", host_experts: int | None = None) -> Plan:
-        """The best plan for a model; `fits` says whether it can be started.
+        """The best plan for a model; check `fits` before starting it.
 
-        path          its files, for what the quality meter found
-        host_experts  how many of each layer's experts lie in host memory already
+        path          the model's files, to look up results of `localllm eval`
+        host_experts  fixes the number of experts per layer in host memory
 
-        Raises ConfigError for options that cannot be, DeviceError when the device asked for is not there.
+        Raises ConfigError for invalid options, DeviceError if the requested device does not exist.
         """
         _check(facts, self.options)
         self._check_assistant(facts)
@@ -109,17 +109,17 @@ class Planner:
                 return several
         found = [one for one in [planner._split(where, facts)] if one is not None]
         if not made.fits and self.options.device == "auto":
-            why = f"CPU: {gib(made.need_bytes, 1)} are needed, {where.gpu.name} has {gib(made.have_bytes, 1)} free"
+            why = f"CPU: the model needs {gib(made.need_bytes, 1)}, {where.gpu.name} has {gib(made.have_bytes, 1)} free"
             on_cpu = planner._on(Placement("cpu", None, (why,)), facts)
             found += [on_cpu] if on_cpu.fits else []
-        if not found:  # what the refusal names instead
+        if not found:  # the error then suggests this context
             made = replace(made, max_ctx=max(made.max_ctx, planner._largest_split(where, facts)))
         return max(found, key=lambda one: one.pace, default=made)
 
     def _split(self, where: Placement, facts: ModelFacts) -> Plan | None:
-        """The plan with the fewest experts in host memory that leave room for a useful context; None where none does.
+        """The plan that moves the fewest experts to host memory and still leaves room for a useful context, else None.
 
-        `engine.experts` may ask for all of them.
+        With `engine.experts` = host, all of them move.
         """
         count, most = expert_counts(facts)[0], self._largest_split(where, facts)
         if not most:
@@ -135,7 +135,7 @@ class Planner:
                 moved = (replace(memory, host_experts=some) for memory in formats)
                 return any(memory.sequence_bytes(ctx) <= memory.room(ctx) for memory in moved)
 
-            # with fewer no format leaves room; with as many perhaps not the one that is best
+            # fewer experts leave no format enough room; this many may still be too few for the best format
             for some in range(low + bisect_left(range(low, count + 1), True, key=is_room), count + 1):
                 memory, largest = self._best(where, facts, some)
                 made = self.with_memory(memory, max(largest, most))
@@ -146,7 +146,7 @@ class Planner:
         return None
 
     def _largest_split(self, where: Placement, facts: ModelFacts) -> int:
-        """The most context with as many experts in host memory as that has room for; 0 where none may lie there."""
+        """The largest context with as many experts in host memory as it can hold; 0 if none may move there."""
         count, _ = expert_counts(facts)
         if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
             return 0
@@ -159,12 +159,12 @@ class Planner:
         return most
 
     def plan_within(self, facts: ModelFacts, path: Path | str = "") -> Plan:
-        """As `plan`; a context larger than the model's own becomes its own: for lists of models."""
+        """Like `plan`, but clamps the requested context to the model's maximum; for lists of models."""
         ctx = self.options.ctx
         return self.having(ctx=min(ctx, facts.max_context) if isinstance(ctx, int) else ctx).plan(facts, path)
 
     def runs(self, facts: ModelFacts | None) -> tuple[bool, float]:
-        """Whether a model fits, and at how many tokens per second; (False, 0) for one that cannot run."""
+        """(whether the model fits, its decode speed in tokens per second); (False, 0) if it cannot run."""
         if facts is None:
             return False, 0.0
         try:
@@ -178,7 +178,7 @@ class Planner:
         return self.with_memory(*self._best(where, facts, host_experts))
 
     def _best(self, where: Placement, facts: ModelFacts, host_experts: int) -> tuple[Memory, int]:
-        """The best formats that leave room for a useful context, else those with most; and the most that any leave."""
+        """(best formats that leave room for a useful context, else those with the most; the most of any formats)."""
         choices = [
             (replace(memory, host_experts=host_experts) if host_experts else memory, enough_ctx)
             for memory, enough_ctx in self.formats(where, facts)
@@ -189,14 +189,14 @@ class Planner:
         return best, max(best.max_ctx, smallest.max_ctx)
 
     def formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]:
-        """What is left to choose, and with room for how many tokens nothing smaller is tried.
+        """The candidate formats, each with the context at which the search stops.
 
-        Best quality first: weights, then KV formats, then prompt tokens of a step.
+        Ordered by quality: weight formats first, then KV formats, then prompt tokens per step.
         """
         options, machine, profiles = self.options, self.machine, self.measured.profiles
         excess = profiles.excess_bytes(facts, machine, where.device) if profiles else 0
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
-        if not facts.causal:  # a text is computed in one step
+        if not facts.causal:  # an encoder computes a whole text in one step
             budgets = (options.ctx if isinstance(options.ctx, int) else facts.max_context,)
         adapters = _adapter_bytes(options)
         kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
@@ -210,7 +210,7 @@ class Planner:
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
 
     def _heads(self, facts: ModelFacts) -> ModelFacts:
-        """Without the head that predicts tokens where nobody asks it."""
+        """The facts without the MTP head, unless the options use it."""
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
         return facts if is_asked else without_predictor(facts)
 
@@ -252,10 +252,10 @@ class Planner:
         return without_predictor(self.draft)
 
     def with_memory(self, memory: Memory, largest: int, tightest: Memory | None = None) -> Plan:
-        """The plan of a choice.
+        """The plan for one choice of formats.
 
-        largest   the most context that any choice leaves room for
-        tightest  of the ranks, the one that says how much context there can be
+        largest   the largest context that any candidate leaves room for
+        tightest  the rank with the least room for context, if there are several
         """
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
         ctx, why = _context(tightest or memory, largest)
@@ -302,19 +302,19 @@ class Planner:
             guess_buckets=memory.guess_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
-            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace), *threads.reasons),
+            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_expert_speeds(memory, pace), *threads.reasons),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
 
 
 def _adapter_bytes(options: EngineOptions) -> int:
-    """What the named adapters take, of those that are in memory at once the largest. Raises what opening them does."""
+    """Bytes of the largest adapters that can be resident at once. Raises what `open_adapter` raises."""
     sizes = sorted(open_adapter(path).nbytes for path in options.adapter_paths.values())
     return sum(sizes[-MOST_RESIDENT:])
 
 
 def _threads(memory: Memory, ctx: int) -> Threads:
-    """What computes on the CPU, if anything does."""
+    """Compute threads on the CPU; without placement and reason if only the GPU computes."""
     if memory.where.gpu is not None and not memory.host_experts:
         return replace(
             chosen_threads(memory.machine.cpu, memory.options.threads), placement="", cpus=(), nodes=(), why=""
@@ -324,16 +324,16 @@ def _threads(memory: Memory, ctx: int) -> Threads:
 
 
 def _check(facts: ModelFacts, options: EngineOptions) -> None:
-    """What the options cannot check themselves."""
+    """Raise ConfigError for invalid values that `EngineOptions` does not check."""
     if options.quant not in ("auto", "", *TARGET_BYTES):
         raise ConfigError(
-            f"quant is {options.quant!r}, it must be one of auto, {', '.join(TARGET_BYTES)}", "use --quant auto"
+            f"quant is {options.quant!r}, but must be one of auto, {', '.join(TARGET_BYTES)}", "use --quant auto"
         )
     if options.prefill_budget is not None and options.prefill_budget < 1:
-        raise ConfigError(f"prefill_budget is {options.prefill_budget}, it must be at least 1", "leave it out")
+        raise ConfigError(f"prefill_budget is {options.prefill_budget}, but must be at least 1", "leave it out")
     if isinstance(options.ctx, int) and options.ctx > facts.max_context:
         raise ConfigError(
-            f"ctx {options.ctx:,} is more than the model's own context of {facts.max_context:,} tokens",
+            f"ctx {options.ctx:,} exceeds the model's maximum context of {facts.max_context:,} tokens",
             f"use --ctx {facts.max_context} or less",
         )
 
@@ -342,7 +342,7 @@ def _check(facts: ModelFacts, options: EngineOptions) -> None:
 
 
 def _quants(facts: ModelFacts, options: EngineOptions, gpu: GpuFacts | None) -> tuple[str, ...]:
-    """What linear layers become while loading, best first: plain weights may be quantized to fit."""
+    """Candidate formats of the linear layers, best first; unquantized weights may be quantized to fit."""
     if options.quant not in ("auto", ""):
         return (options.quant,)
     if options.quant == "" or facts.stored_format not in DENSE_FORMATS:
@@ -351,7 +351,7 @@ def _quants(facts: ModelFacts, options: EngineOptions, gpu: GpuFacts | None) -> 
 
 
 def _kv_formats(options: EngineOptions, gpu: GpuFacts | None, measured: Mapping[str, float]) -> tuple[str, ...]:
-    """KV formats, best first; on a GPU 8 bits come after 16, fp8 unless int8 was measured to be better."""
+    """Candidate KV formats, best first. A GPU falls back from 16 to 8 bits: fp8 unless int8 measured better."""
     if options.kv != "auto":
         return (options.kv,)
     if gpu is None:
@@ -367,117 +367,117 @@ def _context(memory: Memory, largest: int) -> tuple[int, str]:
     """(tokens of context, why)"""
     asked, own, most = memory.options.ctx, memory.facts.max_context, memory.max_ctx
     if isinstance(asked, int):
-        return asked, f"context {asked:,}: as asked for"
+        return asked, f"context {asked:,}: as requested"
     wanted = min(own, CPU_CTX) if memory.where.gpu is None else own
     if most < min(MIN_CTX, own):
-        return min(MIN_CTX, own), f"context {min(MIN_CTX, own):,}: the smallest that is of use"
+        return min(MIN_CTX, own), f"context {min(MIN_CTX, own):,}: the smallest useful size"
     if most < min(wanted, largest):
-        why = f"what fits at no further cost in speed or quality; --ctx takes up to {largest:,}"
+        why = f"the largest that fits without losing speed or quality; --ctx allows up to {largest:,}"
         return most, f"context {most:,}: {why}"
     if most < wanted:
-        return most, f"context {most:,}: the largest that fits; the model's own is {own:,}"
+        return most, f"context {most:,}: the largest that fits; the model supports {own:,}"
     if wanted < own:
-        return wanted, f"context {wanted:,}: the CPU's default; --ctx takes up to {min(largest, own):,}"
-    return wanted, f"context {wanted:,}: the model's own"
+        return wanted, f"context {wanted:,}: the default on CPU; --ctx allows up to {min(largest, own):,}"
+    return wanted, f"context {wanted:,}: the model's maximum"
 
 
 def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Iterator[str]:
     yield from memory.where.reasons
     if memory.quant:
         asked, stored = memory.options.quant == memory.quant, memory.facts.stored_format
-        why = "as asked for" if asked else f"{stored} does not fit, so they are quantized while loading"
+        why = "as requested" if asked else f"{stored} does not fit, so they are quantized while loading"
         yield f"weights {memory.quant}: {why}"
     if memory.host_experts:
         yield _host_reason(memory)
     yield context
     kv = memory.kv
     if memory.options.kv != "auto":
-        why = f"as asked for; {KV_COST[kv]}" if kv in KV_COST else "as asked for"
+        why = f"as requested; {KV_COST[kv]}" if kv in KV_COST else "as requested"
     elif kv in ("int8", "fp8"):
         cost = f"mean KL {kl_by_kv[kv]:.4f} measured for this model" if kv in kl_by_kv else KV_COST[kv]
         why = f"16 bits would leave too little context; {cost}"
     else:
-        why = KV_COST["bf16"] if kv == "bf16" else "this card has no bfloat16"
+        why = KV_COST["bf16"] if kv == "bf16" else "this GPU has no bfloat16"
     yield f"KV {kv}: {why}"
-    yield from _guesses(memory)
+    yield from _speculation_reasons(memory)
 
 
 def _speculation(memory: Memory) -> str:
-    """What the plan does of what was asked for."""
+    """The requested speculation, or "off" if the model or the options lack what it needs."""
     asked, drafter = memory.options.speculation, memory.drafter
     lacks = (asked == "draft" and drafter is None) or (asked == "mtp" and memory.facts.predictor is None)
     return "off" if not memory.num_drafts or lacks else asked
 
 
-def _guesses(memory: Memory) -> Iterator[str]:
-    """Reasons about guessed tokens."""
+def _speculation_reasons(memory: Memory) -> Iterator[str]:
+    """Reasons about speculative decoding."""
     asked, drafter = memory.options.speculation, memory.drafter
     if not memory.num_drafts:
         return
-    when = "where it is measured to pay" if asked == "auto" else "as asked for"
+    when = "while that is faster" if asked == "auto" else "as requested"
     facts = memory.facts
     if asked in ("auto", "ngram"):
-        yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
+        yield f"speculation: drafts up to {memory.num_drafts} tokens per step from repeated text, {when}"
     if drafter is not None:
-        kept = " and its own keys and values" if drafter.facts.assistant is None else ""
+        kept = " and its own KV cache" if drafter.facts.assistant is None else ""
         held = f"{gib(drafter.weights_and_read[0], 2)} of weights{kept}"
-        yield f"draft {memory.options.draft or drafter.facts.name}: guesses tokens {when}; {held} are counted"
+        yield f"draft {memory.options.draft or drafter.facts.name}: drafts tokens {when}; the plan includes {held}"
     elif asked == "draft":
-        yield "speculation off: no draft model is named; --draft names one"
+        yield "speculation off: no draft model given; set one with --draft"
     if facts.predictor is not None:
-        held = f"{gib(facts.predictor_bytes, 2)} of weights and a layer's keys and values"
-        yield f"MTP head: guesses tokens {when}; {held} are counted"
+        held = f"{gib(facts.predictor_bytes, 2)} of weights and the KV cache of one layer"
+        yield f"MTP head: drafts tokens {when}; the plan includes {held}"
     elif asked == "mtp":
         yield f"speculation off: {facts.predictor_flaw or 'the model has no MTP head'}"
 
 
 def _host_reason(memory: Memory) -> str:
-    """What it costs that experts lie in host memory."""
+    """The placement of the experts, and its cost per token."""
     count, _ = expert_counts(memory.facts)
     away, read = memory.host_and_read
-    why = "as asked for" if memory.options.experts == "host" else "the card has no room for all"
+    why = "as requested" if memory.options.experts == "host" else "because the GPU cannot hold all of them"
     return (
-        f"experts: {memory.host_experts} of {count} in each layer lie in host memory, computed by the CPU, {why}:"
-        f" {gib(away, 1)} there, {gib(memory.weights_and_read[0], 1)} of weights on the card; a token reads"
-        f" {gib(read)} there and moves {sum(memory.moved_per_token) / 1024:,.0f} KiB"
+        f"experts: {memory.host_experts} of {count} per layer stay in host memory and run on the CPU, {why}:"
+        f" {gib(away, 1)} in host memory, {gib(memory.weights_and_read[0], 1)} of weights on the GPU; each token reads"
+        f" {gib(read)} of host memory and transfers {sum(memory.moved_per_token) / 1024:,.0f} KiB"
     )
 
 
-def _divided(memory: Memory, pace: Mapping[str, Any]) -> Iterator[str]:
-    """The pace of a model with experts in host memory, and what of them moves."""
+def _expert_speeds(memory: Memory, pace: Mapping[str, Any]) -> Iterator[str]:
+    """Expected speeds with experts in host memory, and which of them are streamed."""
     if not memory.host_experts:
         return
     count, _ = expert_counts(memory.facts)
     share, least = 100 * (count - memory.host_experts) // count, speeds.stream_rows(memory)
     tps = pace["decode_tps"]
-    yield f"pace: ≈ {tps:.0f} tok/s with {share} % of the experts on the card; those used most come to it"
+    yield f"pace: ≈ {tps:.0f} tok/s with {share} % of the experts on the GPU; the most used ones move there"
     if least:
         yield (
-            f"prompts: ≈ {pace['prefill_tps']:,.0f} tok/s; an expert with {least:,} rows of a step or more is streamed"
-            f" to the card, at most {gib(memory.host_and_read[0], 1)} for {memory.rows:,} tokens"
+            f"prompts: ≈ {pace['prefill_tps']:,.0f} tok/s; an expert with at least {least:,} rows in a step is streamed"
+            f" to the GPU, up to {gib(memory.host_and_read[0], 1)} per {memory.rows:,} tokens"
         )
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:
     if made.quant and made.quant in ON_LOAD_COST:
-        yield f"weights become {made.quant} while loading: {ON_LOAD_COST[made.quant]}"
+        yield f"weights are quantized to {made.quant} while loading: {ON_LOAD_COST[made.quant]}"
     if gpu is not None:
         if not machine.compiler:
-            yield "no C compiler: Triton's kernels cannot be built and torch's run instead, slower; install gcc"
+            yield "no C compiler: Triton kernels cannot be built, so slower torch kernels run instead; install gcc"
         held = sum(process.used_bytes for process in gpu.processes)
         if held > gpu.total_bytes // 10:
             names = ", ".join(f"{p.name or 'a process'} ({p.pid})" for p in gpu.processes[:3])
             yield f"{gpu.name} is in use: {names} hold {gib(held, 1)} of it"
     if not made.quant and facts.decoded_bytes > facts.weight_bytes // 2:
         more = f"{gib(facts.weight_bytes + facts.decoded_bytes, 1)} instead of {facts.weight_bytes / GIB:.1f}"
-        yield f"{facts.stored_format} is decoded to bfloat16 while loading: {more}; Q2_K and larger stay as they are"
+        yield f"{facts.stored_format} is decoded to bfloat16 while loading: {more}; Q2_K and larger stay quantized"
     if (
         gpu is None
         and not machine.compiler
         and made.weight_bytes
         > 1.5 * (facts.weight_bytes + facts.decoded_bytes) + (facts.vocab_size * facts.hidden_size * 4)
     ):
-        yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
+        yield "no C compiler: weights are kept in float32, which is larger and slower; install gcc (`localllm doctor`)"
     if made.device == "cpu" and (stopped := over_quota(machine.cpu, made.threads)):
         yield f"{stopped}; use --threads {whole_quota(machine.cpu)}"
     if made.device == "cpu" and machine.cpu.isa == "generic":

@@ -1,7 +1,7 @@
-"""What memory profiles of earlier starts have shown on this machine (no torch: the planner asks before it loads).
+"""Memory profiles saved by earlier starts on this machine (without torch: the planner reads them before it loads).
 
-A profile holds for a model, a device with its driver, the versions of torch and ours, and the numbers of the plan. What
-a plan took too much is remembered for the model and the device alone: the next plan counts it in.
+A profile is keyed by the model, the device and its driver, the versions of torch and localllm, and the plan's numbers.
+A plan's excess is keyed by the model and the device only, and every later plan adds it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from localllm.models.architectures.facts import ModelFacts
 from localllm.plan.plan import Plan
 from localllm.terminal import gib
 
-MAX_ENTRIES = 200  # the oldest go first
+MAX_ENTRIES = 200  # the oldest are dropped first
 MAX_FILE_BYTES = 4 << 20
-MAX_BYTES = 1 << 50  # no machine has more: larger numbers were never measured
+MAX_BYTES = 1 << 50  # no machine has more memory: larger numbers come from a damaged file
 
 
-TOLERANCE = {"cpu": 0.10, "cuda": 0.03}  # a plan holds when what was taken is not above it by more than this share
+TOLERANCE = {"cpu": 0.10, "cuda": 0.03}  # fraction by which the measured memory may exceed a plan that still holds
 
 
 class Term(NamedTuple):
-    """One number of the plan beside what was measured."""
+    """One term of the plan, planned and measured."""
 
     name: str
     planned_bytes: int
@@ -38,17 +38,17 @@ class Term(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Share by which the plan is off; positive where more was taken."""
+        """Relative error of the plan; positive if more memory was used than planned."""
         return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """What running the worst steps of a plan has shown.
+    """Memory measured while running a plan's worst-case steps.
 
     kind      cpu | cuda
-    failure   what ran out of memory, where something did
-    rank      of several that compute the model together, the one that was farthest above its plan
+    failure   the step that ran out of memory, or ""
+    rank      the rank that exceeded its plan the most; None for a single process
     """
 
     terms: tuple[Term, ...]
@@ -63,12 +63,12 @@ class MemoryProfile:
 
     @property
     def held(self) -> bool:
-        """Whether the plan was right or cautious."""
+        """True if the measured memory stayed within the plan."""
         return not self.failure and self.total.error <= TOLERANCE[self.kind]
 
     @property
     def excess_bytes(self) -> int:
-        """What the next plan has to add."""
+        """Bytes that the next plan has to add."""
         _, planned, taken = self.total
         return max(0, taken - planned, planned // 10 if self.failure else 0)
 
@@ -85,18 +85,18 @@ class MemoryProfile:
 
 
 def farthest(profiles: Iterable[MemoryProfile]) -> MemoryProfile:
-    """Of the ranks' profiles the one that decides: the largest shortfall, or the least that is left."""
+    """The decisive profile of several ranks: the largest shortfall, else the smallest headroom."""
     return max(profiles, key=lambda one: (not one.held, one.total.measured_bytes - one.total.planned_bytes))
 
 
 def of_ranks(facts: ModelFacts, world: int, split: str) -> ModelFacts:
-    """What stands for a model that ranks divide: the same for the whole of it and for each part."""
+    """Facts that identify a divided model: equal for the whole model and for every rank's part."""
     name = f"{facts.name} {facts.hidden_size} in {world} by {split}"
     return replace(facts, name=name, num_params=0, weight_bytes=0)
 
 
 class MemoryProfiles:
-    """The file of profiles; one that cannot be read or written costs a repetition."""
+    """The file of saved profiles. If it cannot be read or written, the profile just runs again."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file or paths.cache_dir() / "memory_profiles.json"
@@ -104,7 +104,7 @@ class MemoryProfiles:
         self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
 
     def excess_bytes(self, facts: ModelFacts, machine: MachineFacts, device: str) -> int:
-        """What plans of this model took too much there; 0 when nothing is known."""
+        """Bytes by which earlier plans of this model fell short on this device; 0 when not known."""
         found = self._entries.get(_key("excess", facts, machine, device))
         return found if isinstance(found, int) and 0 < found < MAX_BYTES else 0
 
@@ -117,7 +117,7 @@ class MemoryProfiles:
         return None
 
     def keep(self, facts: ModelFacts, machine: MachineFacts, plan: Plan, profile: MemoryProfile) -> None:
-        """Remember a profile, and what the plan took too much."""
+        """Save a profile, and the plan's excess if it did not hold."""
         new: dict[str, Any] = {_plan_key(facts, machine, plan): asdict(profile)}
         if not profile.held:
             before = self.excess_bytes(facts, machine, plan.device)

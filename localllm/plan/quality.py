@@ -1,4 +1,4 @@
-"""What the quality meter (`localllm eval`) found on this machine, read from its files, without torch."""
+"""Results that `localllm eval` saved on this machine, read without torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from localllm import paths
 
 
 def kl_by_kv(path: Path | str) -> dict[str, float]:
-    """KV format -> mean KL of the model whose files lie at `path`; of each format the newest result.
+    """KV format -> mean KL of the model at `path`, from the newest result of each format.
 
-    Measured alike: of one kind of weights, over one text and against one reference, those of the newest of all.
+    Only results with the same weights, text and reference as the newest one are compared.
     """
     found: dict[str, float] = {}
     alike: tuple[object, ...] | None = None
@@ -26,12 +26,12 @@ def kl_by_kv(path: Path | str) -> dict[str, float]:
 
 
 def folder() -> Path:
-    """Where results are kept."""
+    """The folder of saved results."""
     return paths.data_dir() / "quality"
 
 
 def saved(path: Path | str = "") -> list[dict[str, Any]]:
-    """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
+    """Saved results, newest first; with `path`, only those of that model. Skips files that cannot be read."""
     rows = []
     for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
         row = paths.read_json(file)
@@ -47,15 +47,16 @@ def _sound(row: dict[str, Any]) -> bool:
 
 
 def measured(path: Path | str, kv: str = "", weights: str = "", activations: str = "") -> dict[str, Any] | None:
-    """The newest result of the model at `path` against a reference, with activations rounded to that ("": to nothing);
-    with that KV format and those weights, if named.
+    """The newest result against a reference for the model at `path`, with these quantized activations ("": none).
+
+    `kv` and `weights` restrict the result if given.
     """
     rows = (r for r in saved(path) if r["kl_mean"] is not None and (r.get("activations") or "") == activations)
     return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
 
 
 def rounding_words(path: Path | str, device: str, dtype: str, rounded: str) -> str:
-    """Activations in words for the run summary: their type, what they are rounded to ("": nothing), what that costs."""
+    """Activations in words for the run summary: dtype, quantization of long prompts ("": none) and its cost."""
     if not rounded:
         return f"{dtype} activations"
     row = measured(path, activations=rounded)
@@ -66,6 +67,6 @@ def rounding_words(path: Path | str, device: str, dtype: str, rounded: str) -> s
 
 
 def note(path: Path | str, kv: str = "", weights: str = "") -> str:
-    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds; or ""."""
+    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds, else ""."""
     row = measured(path, kv, weights)
     return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})" if row else ""

@@ -1,7 +1,7 @@
-"""A plan for several processes that compute one model together: what each holds, on which card.
+"""Plans for a model divided over several ranks (processes): what each holds, and on which device.
 
-Every rank has a plan's terms for its own part (`sharding.shard` says what that is). The context is the largest that all
-of them have room for, and each group has as many pages everywhere, because one scheduler gives them out.
+Each rank gets the memory terms of its own part (see `sharding.shard`). The context is the largest that fits on every
+rank, and each cache group has the same number of pages everywhere, because a single scheduler allocates them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from localllm.plan.profiles import of_ranks
 from localllm.plan.speeds import Link, link_name
 from localllm.terminal import gib
 
-LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a card
-ANSWER = (1000, 300)  # tokens of a prompt and of its answer, for which the quicker split is taken
+LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a GPU
+ANSWER = (1000, 300)  # prompt and answer tokens for which the faster split is chosen
 
 
 class Chooser(Protocol):
-    """What of a `Planner` is asked here."""
+    """The part of `Planner` that is used here."""
 
     @property
     def machine(self) -> MachineFacts: ...
@@ -86,12 +86,12 @@ def _sized(facts: ModelFacts, params: int, nbytes: int) -> ModelFacts:
 
 
 def table_params(facts: ModelFacts) -> int:
-    """Of embedding and head."""
+    """Parameters of the embedding and the head."""
     return facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
 
 
 def _spans(facts: ModelFacts, places: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
-    """Layers for every rank, by the memory of its card; rank 0 has the tables, too."""
+    """Layer ranges in proportion to each device's free memory; rank 0 also holds the embedding and the head."""
     of_kind = {id(kind): count_params(replace(facts, layers=(kind,))) - table_params(facts) for kind, _ in facts.kinds}
     sizes = [of_kind[id(layer)] for layer in facts.layers]
     room = [1.0 if place.gpu is None else float(place.gpu.free_bytes) for place in places]
@@ -102,23 +102,25 @@ def _spans(facts: ModelFacts, places: Sequence[Placement]) -> tuple[tuple[int, i
 
 
 def cards(machine: MachineFacts, device: str, world: int) -> list[Placement]:
-    """Where the ranks run: the cards with most free memory, or the CPU. Raises ConfigError or DeviceError."""
+    """Devices for the ranks: the GPUs with the most free memory, or the CPU. Raises ConfigError or DeviceError."""
     usable = [(n, gpu) for n, gpu in enumerate(machine.gpus) if not unusable(machine, gpu)]
     if device == "cpu" or (device == "auto" and not usable):
         return [Placement("cpu", None)] * world
     if ":" in device:
         raise ConfigError(
-            f"{device} is one card, tensor_parallel {world} asks for {world}", "leave --device out, or name no number"
+            f"{device} is a single GPU, but tensor_parallel {world} needs {world}", "leave out --device, or use cuda"
         )
     if len(usable) < world:
         has = f"{len(usable)} usable GPU{'s' * (len(usable) != 1)}"
-        raise DeviceError(f"tensor_parallel {world}: this machine has {has}", "use fewer, or --device cpu")
+        raise DeviceError(
+            f"tensor_parallel {world} needs {world} GPUs, but this machine has {has}", "use fewer, or --device cpu"
+        )
     best = sorted(usable, key=lambda pair: -pair[1].free_bytes)[:world]
     return [Placement(f"cuda:{n}", gpu) for n, gpu in best]
 
 
 def divided(chooser: Chooser, facts: ModelFacts) -> Plan | None:
-    """The plan with as many ranks as the options ask for; None for one rank, or where "auto" needs no more."""
+    """The plan for the requested number of ranks; None for a single rank. "auto" takes the fewest that fit."""
     options, machine = chooser.options, chooser.machine
     _check_options(options)
     if options.tensor_parallel != "auto":
@@ -143,7 +145,7 @@ def _splits(options: EngineOptions) -> tuple[str, ...]:
 
 
 def _quickest(chooser: Chooser, facts: ModelFacts, places: Sequence[Placement], splits: Sequence[str] = ()) -> Plan:
-    """Of the ways to divide a model the one that fits and answers soonest. Raises what is against the first."""
+    """The fastest plan that fits among the ways to split a model. If none is possible, raises the first error."""
     found: list[Plan] = []
     refused: LocalLLMError | None = None
     for split in splits or _splits(chooser.options):
@@ -162,7 +164,7 @@ def _quickest(chooser: Chooser, facts: ModelFacts, places: Sequence[Placement], 
             else replace(best, reasons=(*best.reasons, f"split {best.split}: {refused.message}"))
         )
     times = ", ".join(f"{one.split} ≈ {_answer_s(one):.2g} s" for one in found)
-    why = f"split {best.split}: {ANSWER[0]:,} tokens and an answer of {ANSWER[1]} take {times}"
+    why = f"split {best.split}: a prompt of {ANSWER[0]:,} tokens and an answer of {ANSWER[1]} take {times}"
     return replace(best, reasons=(*best.reasons, why))
 
 
@@ -174,10 +176,10 @@ def _answer_s(made: Plan) -> float:
 
 
 def _check_options(options: EngineOptions) -> None:
-    """Raise ConfigError for what ranks do not do."""
+    """Raise ConfigError for options that do not work with several ranks."""
     asked = {
-        "adapters": "adapters belong to a model on one device",
-        "kv_store": "pages of several ranks are not kept on the disk",
+        "adapters": "adapters work on a single device only",
+        "kv_store": "the KV store works with a single device only",
     }
     for name, why in asked.items():
         if getattr(options, name):
@@ -185,12 +187,13 @@ def _check_options(options: EngineOptions) -> None:
             raise ConfigError(f"tensor_parallel and {name}: {why}", f"leave out --{flag}, or use --tensor-parallel 1")
     if options.experts == "host":
         raise ConfigError(
-            "tensor_parallel and experts host: ranks have a part of every expert", "leave out --experts, or one of both"
+            "tensor_parallel and experts host: each rank holds a part of every expert, so none can stay in host memory",
+            "leave out --experts or --tensor-parallel",
         )
 
 
 def _with(chooser: Chooser, ranks: Ranks) -> Plan:
-    """The best formats that leave every rank room for a useful context, else those with most."""
+    """The plan with the best formats that leave every rank room for a useful context, else with the most context."""
     found: tuple[Memory, ...] = ()
     enough = 0
     choices = list(_choices(chooser, ranks))
@@ -225,7 +228,7 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
 
 
 def _threads(ranks: Ranks, threads: int) -> int:
-    """Of a rank on the CPU: those that compute at once share the cores."""
+    """Threads of one rank: ranks that compute at the same time on the CPU share its cores."""
     at_once = len(ranks.places) if ranks.split == "tensor" and ranks.places[0].gpu is None else 1
     return max(1, threads // at_once)
 
@@ -235,17 +238,17 @@ def _largest(memories: Sequence[Memory]) -> int:
 
 
 def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...], int]]:
-    """As `Chooser.formats`, for all ranks alike."""
+    """Like `Chooser.formats`, for all ranks together."""
     world = len(ranks.places)
     on_cpu = ranks.places[0].gpu is None
     machine = chooser.machine
-    if on_cpu:  # they share its memory
+    if on_cpu:  # the ranks share host memory
         machine = replace(
             machine,
             ram_total_bytes=machine.ram_total_bytes // world,
             ram_available_bytes=machine.ram_available_bytes // world,
         )
-    chooser = chooser.having(graphs=False)  # a captured step knows no other ranks
+    chooser = chooser.having(graphs=False)  # steps with collectives are not captured
     profiles, device = chooser.measured.profiles, ranks.places[0].device
     learned = profiles.excess_bytes(of_ranks(ranks.whole, world, ranks.split), machine, device) if profiles else 0
     least = min((place.gpu.capability for place in ranks.places if place.gpu is not None), default=0)
@@ -253,7 +256,7 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
     for rank, (place, part) in enumerate(zip(ranks.places, ranks.facts, strict=True)):
         tables = 1 / world if ranks.split == "tensor" else float(rank == 0)
         link = 0 if place.gpu is None else LINK_BYTES
-        gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what all of them can
+        gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what every GPU supports
         formats = chooser.formats(place._replace(gpu=gpu), part)
         each.append(
             [
@@ -267,7 +270,7 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
 
 
 def _pages(ranks: Ranks, memories: Sequence[Memory], ctx: int) -> tuple[int, ...]:
-    """Of every cache group of the whole model, what all ranks that have it have room for."""
+    """Pages per cache group of the whole model: the least of the ranks that hold the group."""
     least: dict[object, int] = {}
     for memory in memories:
         for key, count in zip(_groups(memory.facts), memory.num_pages(ctx), strict=True):
@@ -278,7 +281,7 @@ def _pages(ranks: Ranks, memories: Sequence[Memory], ctx: int) -> tuple[int, ...
 
 
 def _groups(facts: ModelFacts) -> list[object]:
-    """What tells the cache groups of a model apart, in their order. Heads differ among ranks, windows do not."""
+    """Keys of a model's cache groups, in order. They leave out the number of heads, which differs between ranks."""
     mixers = (facts.keeping_layers[first].mixer for first, *_ in facts.cache_layers)
     return [(mixer.window, *mixer.kept[1:]) for mixer in mixers if isinstance(mixer, Paged)]
 
@@ -302,7 +305,7 @@ def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequenc
 
 
 def _pace(chooser: Chooser, ranks: Ranks, memories: Sequence[Memory], ctx: int) -> dict[str, Any]:
-    """Expected speeds. On the CPU ranks share one memory; where each has some of the layers, they take turns."""
+    """Expected speeds. Ranks add up when they share host memory or run layers in turn; otherwise the slowest counts."""
     found = [chooser.measured.speeds.expected(memory, ctx) for memory in memories]
     names = ("decode_tps", "decode_tps_full", "pace", "prefill_tps")
     in_turn = ranks.split == "layers" or ranks.places[0].gpu is None
@@ -318,7 +321,7 @@ def _pace(chooser: Chooser, ranks: Ranks, memories: Sequence[Memory], ctx: int) 
 
 
 def link_of(chooser: Chooser, places: Sequence[Placement]) -> Link:
-    """What is between the ranks, measured or assumed."""
+    """The link between the ranks, measured or assumed."""
     gpus = [place.gpu for place in places if place.gpu is not None]
     kind = "cpu" if not gpus else "far" if _far(chooser.machine, places) else "cuda"
     found: Link = chooser.measured.speeds.link(link_name(chooser.machine, gpus), kind)
@@ -326,7 +329,7 @@ def link_of(chooser: Chooser, places: Sequence[Placement]) -> Link:
 
 
 def _far(machine: MachineFacts, places: Sequence[Placement]) -> str:
-    """Why two of the cards do not reach each other; nothing where all do."""
+    """Why two of the GPUs lack peer-to-peer access; "" if all have it."""
     used = {machine.gpus.index(place.gpu) for place in places if place.gpu is not None}
     far = (link.p2p for link in machine.gpu_links if {link.first, link.second} <= used and link.p2p != "ok")
     return next(far, "")
@@ -335,17 +338,17 @@ def _far(machine: MachineFacts, places: Sequence[Placement]) -> str:
 def _reasons(chooser: Chooser, ranks: Ranks, made: Plan) -> Iterator[str]:
     world, link = len(ranks.places), link_of(chooser, ranks.places)
     far = _far(chooser.machine, ranks.places)
-    what = "a part of every layer each" if ranks.split == "tensor" else "some of the layers each"
+    what = "each holds a part of every layer" if ranks.split == "tensor" else "each holds some of the layers"
     yield f"{world} ranks: {what}; {_sizes(ranks, made)}"
     if ranks.split == "tensor" and not is_even(ranks.whole, world):
-        yield f"the heads do not divide evenly among {world} ranks: the others wait for the one with most of them"
+        yield f"the heads do not divide evenly among {world} ranks: every step waits for the rank with the most heads"
     if ranks.split == "tensor" and far:
-        yield f"the cards do not reach each other ({far}): --split layers moves less between them"
+        yield f"the GPUs have no peer-to-peer access ({far}): --split layers transfers less between them"
     basis = "measured" if link.is_measured else "assumed; `localllm doctor --deep` measures it"
-    taken = f"{1e6 * link.sum_s:.0f} µs for a sum over the ranks, {link.bytes_s / 1e9:.1f} GB/s of large ones"
+    taken = f"{1e6 * link.sum_s:.0f} µs per all-reduce, {link.bytes_s / 1e9:.1f} GB/s for large ones"
     yield f"link: {taken}, {basis}"
     if ranks.places[0].gpu is not None:
-        yield "no CUDA graphs: steps of several ranks are not captured"
+        yield "no CUDA graphs: steps across ranks are not captured"
 
 
 def _sizes(ranks: Ranks, made: Plan) -> str:

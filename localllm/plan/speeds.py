@@ -1,8 +1,8 @@
-"""How fast a model decodes: the estimate, and what saved benches of this machine say.
+"""Expected decode and prefill speeds: estimates from bandwidth, corrected by benchmarks saved on this machine.
 
-`localllm bench` writes them below the data folder, and a chat or a server the pace of its answers; what another
-machine measured, or cannot be read, is passed over. A measured model is marked so, and a bench corrects the
-estimates of others.
+`localllm bench` saves its results in the data folder; chats and servers save the decode speed of their answers. Results
+of other machines and unreadable files are ignored. A measured model uses its own numbers, and benchmarks also calibrate
+the estimates for other models.
 """
 
 from __future__ import annotations
@@ -27,79 +27,79 @@ from localllm.models.architectures.mixers import LatentAttention
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
 
-# share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s. An H100
-# needs 0.75 (bfloat16) to 0.90 (NVFP4) of the time that these say for an 8B; others' memory gives less of its rate
+# Fraction of the memory bandwidth that decoding reaches. gemma3-270m measured 0.78 on two EPYC cores reading 27 GB/s.
+# For an 8B, an H100 takes 0.75 (bfloat16) to 0.90 (NVFP4) of the time estimated with these; other GPUs reach less.
 ETA = {"cpu": 0.7, "cuda": 0.75}
-MIXED_ETA = 0.5  # the same of a mixture on a card: an H100 needs 0.8 of the time this says for Qwen3-30B-A3B
-# time per layer and token that no bandwidth explains: calls, norms, small products
+MIXED_ETA = 0.5  # the same for MoE models on a GPU: Qwen3-30B-A3B on an H100 takes 0.8 of the time estimated with it
+# time per layer and token that bandwidth does not explain: calls, norms, small matmuls
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
-# a kernel that PyTorch starts by itself, where no fused one and no graph takes it along: assumed, not measured
+# one kernel launch by PyTorch, outside fused kernels and graphs: assumed, not measured
 LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6}
-# a layer's rows on their way to the CPU and back: one wait for the device and one copy each way, and PCIe 4.0 x8
+# moving a layer's rows to the CPU and back: one device sync and one copy each way, over PCIe 4.0 x8
 CROSSING_S, LINK_BYTES_S = 60e-6, 12e9
-# what a copy reaches of the lanes in use; of host memory's rate, which reads the stored weights and writes them
+# fraction of the PCIe bandwidth that a copy reaches; fraction of the host bandwidth, since it reads and writes weights
 LINK_ETA, COPY_ETA = 0.8, 1 / 3
-STREAM_S = 300e-6  # of an expert that is streamed, whatever its size: not measured on a card
-# what reading a prompt reaches of a card's published 16-bit products: 4,096 tokens of an 8B on an H100 0.46 (NVFP4),
-# 0.50 (INT4) and 0.69 (bfloat16)
+STREAM_S = 300e-6  # fixed cost of streaming one expert: not measured on a GPU
+# Fraction of a GPU's published dense 16-bit FLOPS that prefill reaches. Measured with 4,096 tokens of an 8B on an H100:
+# 0.46 (NVFP4), 0.50 (INT4) and 0.69 (bfloat16).
 PREFILL_ETA = 0.4
-# Products and sums per second of a core while a prompt is read. Qwen3-1.7B and 4B, Q4_K_M, 256 tokens, two cores: AMX
-# 350e9 to 660e9 as busy as tenants keep it; VNNI 130e9 there, 220e9 on a Cascade Lake, 265e9 on a Zen 4 (Q8_0 190e9);
-# AVX-512 without it 110e9 to 135e9, AVX2 81e9 to 93e9. NEON was not measured.
+# FLOPS per core during prefill. Measured with Qwen3-1.7B and 4B, Q4_K_M, 256 tokens, two cores: AMX 350e9 to 660e9,
+# depending on other tenants' load; VNNI 130e9 on the same CPU, 220e9 on Cascade Lake, 265e9 on Zen 4 (Q8_0 190e9);
+# AVX-512 without VNNI 110e9 to 135e9; AVX2 81e9 to 93e9. NEON was not measured.
 CORE_FLOPS = {"amx": 350e9, "avx512_vnni": 180e9, "avx512": 100e9, "avx2": 75e9, "neon_dotprod": 40e9}
 SLOW_CORE_FLOPS = 4e9
-DEFAULT_VOTES = 2  # benches of so many models together do not change which model is recommended
-ANSWERS = "answers"  # where a file comes from that no bench wrote
+DEFAULT_VOTES = 2  # weight of the assumed value in a median: up to this many benchmarked models leave it in charge
+ANSWERS = "answers"  # origin of a file that a chat or a server wrote instead of a benchmark
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20
 MAX_TPS = 1e6
 _DECODE = re.compile(r"tg\d+")
 _PREFILL = re.compile(r"pp\d+")
-_INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # of the 7 parts that a cut card's arithmetic has, as its name says
+_INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # compute slices, out of 7, in the name of a MIG instance
 
 
 def launches_of(facts: ModelFacts, ctx: int) -> int:
-    """Kernels that PyTorch starts one by one for a token behind `ctx` others, where no graph takes them along."""
+    """Kernels that PyTorch launches one by one for a token at position `ctx` when no graph captures them."""
     mixed = sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
     return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))
 
 
 def tps_of(bytes_s: float, read_bytes: int, rest_s: float) -> float:
-    """Tokens per second when so many bytes are read for one, at that rate; 0 where the rate is not known.
+    """Tokens per second when each token reads `read_bytes` at `bytes_s`; 0 if the rate is not known.
 
-    rest_s   what a token takes beside
+    rest_s   time per token on top of reading
     """
     return 1 / (read_bytes / bytes_s + rest_s) if bytes_s else 0.0
 
 
 def rest_s_of(num_layers: int, launches: int, kind: str) -> float:
-    """Seconds a token takes that no bandwidth explains."""
+    """Seconds per token that bandwidth does not explain."""
     return num_layers * LAYER_S[kind] + launches * LAUNCH_S[kind]
 
 
 def bytes_s_of(tps: float, read_bytes: int, rest_s: float) -> float:
-    """The rate that a measured pace means, by the same formula; 0 when it means none."""
+    """The read rate implied by a measured decode speed (inverse of `tps_of`); 0 if there is none."""
     reading_s = 1 / tps - rest_s if tps > 0 else 0.0
     return read_bytes / reading_s if reading_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One bench: what was measured, where, and how fast it decoded for one person."""
+    """One benchmark result: model, device and single-stream speeds."""
 
     model: tuple[str, int, str, int]  # architecture, parameters, stored format, stored bytes
     device: str  # cpu, or the GPU's name
     tps: float
-    bytes_s: float  # of weights read
+    bytes_s: float  # weight bytes read per second
     prefill_tps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How ranks reach each other.
+    """Speed of the link between ranks.
 
-    sum_s    that adding up what each has takes, however little it is
-    bytes_s  of what is added up, beyond that
+    sum_s    latency of one all-reduce
+    bytes_s  all-reduce throughput for large tensors
     """
 
     sum_s: float
@@ -107,11 +107,12 @@ class Link:
     is_measured: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """For one sum of so much."""
+        """Time of one all-reduce of `nbytes`."""
         return self.sum_s + nbytes / self.bytes_s
 
 
-# between processes: 100 to 400 us on two EPYC cores; between cards that reach each other or not: not measured
+# "cpu": between processes, measured 100 to 400 us on two EPYC cores. "cuda" and "far" (GPUs with and without
+# peer-to-peer access) are not measured.
 ASSUMED_LINKS = {"cpu": Link(200e-6, 1e9), "cuda": Link(25e-6, 10e9), "far": Link(40e-6, 5e9)}
 
 
@@ -120,26 +121,27 @@ class Speeds:
     """Measurements of one machine, newest first."""
 
     measured: tuple[Measurement, ...] = ()
-    links: tuple[tuple[str, Link], ...] = ()  # between what, as `link_name` says it
+    links: tuple[tuple[str, Link], ...] = ()  # (name from `link_name`, link)
 
     def link(self, name: str, kind: str) -> Link:
-        """As measured, or what is assumed for a kind."""
+        """The measured link, else the assumed one for `kind`."""
         return dict(self.links).get(name) or ASSUMED_LINKS[kind]
 
     def bytes_s(self, facts: ModelFacts, device: str) -> float | None:
-        """Weights read per second: the median of models stored alike, else of all."""
+        """Weight bytes read per second: the median over models in the same format, else over all."""
         there = [m for m in self.measured if m.device == device and m.bytes_s]
         alike = [m.bytes_s for m in there if m.model[2] == facts.stored_format] or [m.bytes_s for m in there]
         return statistics.median(alike) if alike else None
 
     def tps(self, facts: ModelFacts, device: str) -> float | None:
-        """Tokens per second of this very model at the start of its context, as the newest bench has it."""
+        """Decode speed of this very model at the start of its context, from the newest benchmark."""
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
 
     def steady_eta(self, device: str, bandwidth: float, assumed: float) -> float:
-        """The share of the bandwidth to choose with: a median in which what is assumed votes, too, and every measured
-        model once, with its best bench, because what disturbs a bench makes it slower.
+        """The bandwidth fraction for comparing models: a median over each model's best benchmark and the assumption.
+
+        Each model counts with its best benchmark because interference only ever slows one down.
         """
         best: dict[tuple[str, int, str, int], float] = {}
         for m in self.measured:
@@ -148,7 +150,7 @@ class Speeds:
         return statistics.median([*best.values(), *[assumed] * DEFAULT_VOTES])
 
     def expected(self, memory: Memory, ctx: int) -> dict[str, Any]:
-        """Fields of `Plan`: the pace at the start and the end of a context, measured or estimated from bandwidth."""
+        """Speed fields of a `Plan`: decode at the start and end of the context and prefill, measured or estimated."""
         facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
         bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
         reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
@@ -163,7 +165,7 @@ class Speeds:
             tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches, kind))
             for share, count, launches in ((eta, read, first), (eta, full, last), (steady, read, first))
         )
-        if memory.host_experts:  # what was measured here was measured with all of them on the card
+        if memory.host_experts:  # the measurements were taken with all experts on the GPU
             measured = None
             start, end, pace = (_with_host(tps, memory) for tps in (start, end, pace))
         basis = "measured" if measured else "estimate"
@@ -174,7 +176,7 @@ class Speeds:
         return found | {"pace": pace or start, "prefill_tps": self._prefill(memory, name)}
 
     def _prefill(self, memory: Memory, name: str) -> float:
-        """Prompt tokens per second: measured for this very model, else products by what the processor computes."""
+        """Prompt tokens per second: measured for this very model, else its FLOPs over the processor's FLOPS."""
         facts, gpu, wanted = memory.facts, memory.where.gpu, model_key(memory.facts)
         found = next(
             (m.prefill_tps for m in self.measured if (m.device, m.model) == (name, wanted) and m.prefill_tps), 0.0
@@ -191,7 +193,7 @@ class Speeds:
         own, away = memory.weights_and_read[1], memory.host_and_read[1]
         streamed = _streaming_s(memory)
         away = 0 if streamed else away
-        share = away / max(1, own + away)  # of the products, what the CPU computes
+        share = away / max(1, own + away)  # fraction of the FLOPs that the CPU computes
         on_host = cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS)
         seconds = (1 - share) / flops + share / on_host if flops else 0.0
         computed = seconds * 2 * max(products, facts.num_params // 8) * facts.active_share
@@ -199,7 +201,7 @@ class Speeds:
 
 
 def _with_host(tps: float, memory: Memory) -> float:
-    """A pace on the device, with the time that the CPU takes for its experts and that activations are on their way."""
+    """A decode speed with the time added for experts on the CPU and for transferring activations."""
     bandwidth = memory.machine.cpu.bandwidth
     if not (tps and bandwidth):
         return 0.0
@@ -209,16 +211,16 @@ def _with_host(tps: float, memory: Memory) -> float:
 
 
 def _link_bytes_s(memory: Memory) -> float:
-    """At which weights go from the mapped files to the device."""
+    """Bytes per second at which weights are copied from mapped files to the device."""
     gpu, bandwidth = memory.where.gpu, memory.machine.cpu.bandwidth
     lanes = LINK_ETA * gpu.link_bytes_s if gpu and gpu.link_bytes_s else LINK_BYTES_S
     return min(lanes, COPY_ETA * bandwidth) if bandwidth else lanes
 
 
 def stream_rows(memory: Memory) -> int:
-    """From how many rows on an expert in host memory takes less time where it is streamed; 0: it never is.
+    """Rows from which streaming a host expert to the device is faster than computing it on the CPU; 0: never.
 
-    Not where a token's result must not depend on the others: both sides round otherwise.
+    Deterministic mode never streams: CPU and GPU round differently, so a token's result would depend on the others.
     """
     cpu, gpu = memory.machine.cpu, memory.where.gpu
     if not memory.host_experts or gpu is None or memory.options.deterministic is True:
@@ -230,7 +232,7 @@ def stream_rows(memory: Memory) -> int:
 
 
 def _streaming_s(memory: Memory) -> float:
-    """Per token of a long prompt, the time that streaming takes; 0 where experts have too few rows of a step for it."""
+    """Streaming time per token of a long prompt; 0 if experts get too few rows in a step to be streamed."""
     count, top_k = expert_counts(memory.facts)
     least = stream_rows(memory)
     if not least or memory.rows * top_k / count < least:
@@ -240,15 +242,15 @@ def _streaming_s(memory: Memory) -> float:
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
-    """What makes two files the same model for a bench."""
+    """Identity of a model in benchmark results."""
     return facts.architecture, facts.num_params, facts.stored_format, facts.weight_bytes
 
 
 def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, Any]:
-    """What a bench writes down about what it measured, so that `load` finds it again."""
+    """The `subject` of a saved benchmark, by which `load` finds it again."""
     architecture, params, stored_format, stored_bytes = model_key(facts)
     gpu = None if made.device == "cpu" else machine.gpus[int(made.device.removeprefix("cuda:"))]
-    beside = " and the CPU" if made.host_experts else ""  # no other plan is calibrated by it
+    beside = " and the CPU" if made.host_experts else ""  # a separate name, so as not to calibrate other plans
     return {
         "architecture": architecture,
         "params": params,
@@ -266,7 +268,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
 
 
 def remember(facts: ModelFacts, made: Plan, machine: MachineFacts, tps: float) -> None:
-    """Keep the pace of answers for the next plan of this model; other models' estimates do not change."""
+    """Save the decode speed of answers for later plans of this model; estimates for other models do not change."""
     what = subject(facts, made, machine)
     name = hashlib.sha256(repr((model_key(facts), what["device"])).encode()).hexdigest()[:16]
     rows = [{"test": "tg64", "tps": round(tps, 1)}]
@@ -276,7 +278,7 @@ def remember(facts: ModelFacts, made: Plan, machine: MachineFacts, tps: float) -
 
 
 def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
-    """The benches saved on this machine."""
+    """Load the benchmarks saved on this machine."""
     place = folder or paths.data_dir() / "bench"
     try:
         files = sorted((f for f in place.glob("*.json") if f.is_file()), key=lambda f: f.stat().st_mtime, reverse=True)
@@ -286,12 +288,12 @@ def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
 
 
 def link_name(machine: MachineFacts, gpus: Iterable[GpuFacts]) -> str:
-    """What is between cards of this kind; without any, between processes on this CPU."""
+    """Name of the link between these GPUs; without GPUs, between processes on this CPU."""
     return " + ".join(sorted({gpu.name for gpu in gpus})) or f"{machine.cpu.name} x {machine.cpu.cores_usable}"
 
 
 def remember_link(name: str, link: Link) -> None:
-    """Keep what was measured for the next plan."""
+    """Save a measured link for later plans."""
     kept = {at: [one.sum_s, one.bytes_s] for at, one in _links()} | {name: [link.sum_s, link.bytes_s]}
     with contextlib.suppress(OSError):
         paths.replace_file(_links_file(), json.dumps({"links": kept}))
@@ -311,7 +313,7 @@ def _links() -> Iterator[tuple[str, Link]]:
 
 
 def _read(file: Path, machine: MachineFacts) -> Measurement | None:
-    """What a file says of this machine; None where it says nothing, or cannot be read."""
+    """The measurement in a file; None if it is of another machine or cannot be read."""
     try:
         saved = paths.read_json(file, MAX_FILE_BYTES)
         what, rows = saved["subject"], saved["rows"]

@@ -73,7 +73,7 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
             assert tokens(llm) == expected
             (warning,) = llm.state().warnings
             assert warning.startswith(f"{name}:planted failed its self-test (")
-            assert warning.endswith("the next kernel took its place")
+            assert warning.endswith("a fallback kernel replaces it")
             assert "planted" not in llm.run_summary
             assert llm.state().run_summary == llm.run_summary
 
@@ -107,7 +107,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
         before, missing = sum(llm.plan.num_pages), llm.plan.kv_bytes // 4
         assert before * 0.70 < llm.stats().pages_total < before * 0.80
         (warning,) = llm.state().warnings
-        assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
+        assert warning.startswith("the plan did not hold: ") and "reduced by" in warning
         assert len(tokens(llm)) == 8
         assert MemoryProfiles().excess_bytes(llm.facts, llm.machine, "cpu") == missing
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
@@ -136,7 +136,7 @@ def idle_engine(when_idle: Callable[[Any], object]) -> Any:
 
 @pytest.mark.parametrize(
     ("ctx", "said"),
-    [("auto", "context "), (4096, "pages of keys and values instead of"), (None, "start with a smaller --ctx")],
+    [("auto", "context "), (4096, "KV cache pages instead of"), (None, "start with a smaller --ctx")],
 )
 def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     ctx: Any, said: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +168,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None)
     boot = Boot(model, plan, planner, SelfTest())
     assert said in boot.warnings[0] and boot.plan is made[-1]
-    assert "speculation auto, 75 % of 8 n-gram guesses, 75 % of 4 draft guesses right" in boot.facts_line
+    assert "speculation auto, 75 % of 8 n-gram tokens, 75 % of 4 draft tokens accepted" in boot.facts_line
     assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
     if ctx is None:  # it was asked for, and there is no room to be careful
         assert boot.plan is plan and len(taken) == 1
@@ -208,7 +208,7 @@ def test_what_another_model_takes_meanwhile_does_not_shrink_a_plan(
     first = Boot(model, plan, planner, SelfTest())
     other = Planner(planner.machine, planner.options, Measured(profiles=MemoryProfiles(empty_home / "none")))
     second = Boot(model, plan, other, SelfTest())
-    assert second.profile_note == "not profiled beside another model" and second.plan is plan
+    assert second.profile_note == "not profiled: another model is loaded" and second.plan is plan
     assert not second.warnings and first.profile_note.startswith("profiled")
     assert MemoryProfiles(empty_home / "none").excess_bytes(facts, planner.machine, "cuda:0") == 0
 
@@ -221,7 +221,7 @@ def test_what_another_model_takes_meanwhile_does_not_shrink_a_plan(
         (1000, 1001, "", "profiled: 0.98 GiB of 0.98 planned"),
         (1000, 1025, "", "profiled: 1.00 GiB, 2.5 % above the 0.98 planned"),
         (1000, 1250, "", "the plan did not hold: 1.22 GiB, 25.0 % above the 0.98 planned"),
-        (1000, 10, "memory ran out in the worst step of work", "the plan did not hold: memory ran out in the worst"),
+        (1000, 10, "out of memory in the worst-case step of work", "the plan did not hold: out of memory in the worst"),
     ],
 )
 def test_the_words_of_a_profile(planned: int, taken: int, failure: str, said: str) -> None:
@@ -306,13 +306,13 @@ def test_what_a_model_slept_in_is_given_back_when_it_wakes(monkeypatch: pytest.M
 def test_kernels_in_words() -> None:
     classes = ("qkv", "o", "gate_up", "down", "lm_head")
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
-    assert kernel_words(plain) == "products c_int16, attention c"
+    assert kernel_words(plain) == "matmuls c_int16, attention c"
     experts = {"qkv": "c_int16", "experts_gate_up": "c_int16", "experts_down": "c_float32", "attention": "c"}
-    assert kernel_words(experts) == "qkv+experts_gate_up c_int16, experts_down c_float32, attention c"
-    assert kernel_words(plain | {"decoder": "c"}) == "products c_int16, attention c, fused decoder c"
+    assert kernel_words(experts) == "matmuls qkv+experts_gate_up c_int16, experts_down c_float32, attention c"
+    assert kernel_words(plain | {"decoder": "c"}) == "matmuls c_int16, attention c, fused decoder c"
     assert kernel_words(plain | {"decoder": "c", "step": "c"}).endswith(", fused step c")
     mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
-    assert kernel_words(mixed) == "qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
+    assert kernel_words(mixed) == "matmuls qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_two_engines_that_are_idle_time_one_after_the_other() -> None:
 def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:
     with LLM(tiny_path, ctx=256, activations="fp8") as llm:
         (warning,) = llm.state().warnings
-        assert warning.startswith("activations are not rounded to fp8: that takes fp8 weights")
+        assert warning.startswith("activations are not quantized to fp8, which needs fp8 weights")
     with LLM(tiny_path, ctx=256) as llm:
         assert llm.state().warnings == () and "float32 activations" in llm.run_summary
 

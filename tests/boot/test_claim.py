@@ -58,9 +58,9 @@ def test_a_card_that_fits_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("count", "capability", "built", "device", "words"),
     [
-        (0, 120, CU128, "cuda:0", "sees no CUDA device"),
-        (1, 120, CU128, "cuda:1", "torch sees 1 cards only"),
-        (2, 86, CU128, "cuda:0", "number the cards differently"),
+        (0, 120, CU128, "cuda:0", "finds no CUDA device"),
+        (1, 120, CU128, "cuda:1", "torch finds only 1 GPU"),
+        (2, 86, CU128, "cuda:0", "number the GPUs differently"),
         (1, 120, ("sm_80", "sm_90"), "cuda:0", "no code for NVIDIA GeForce RTX 5090 (sm_120), only for sm_80, sm_90"),
     ],
 )
@@ -80,7 +80,7 @@ def test_two_cards_of_one_class_that_torch_numbers_otherwise(monkeypatch: pytest
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
     cards = [replace(CARD, index=number, uuid=f"GPU-{uuid}") for number, uuid in enumerate(uuids)]
     check_card("cuda:1", cards[1])
-    with pytest.raises(DeviceError, match="number the cards differently"):
+    with pytest.raises(DeviceError, match="number the GPUs differently"):
         check_card("cuda:0", cards[1])
 
 
@@ -91,9 +91,9 @@ def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> N
     made: Any = SimpleNamespace(device="cuda:0", need_bytes=18 * gib, margin_bytes=gib)
     check_room(made, planned, planned)
     taken = replace(card, free_bytes=4 * gib, processes=(*card.processes, GpuProcess(99, 16 * gib, "blender")))
-    with pytest.raises(OutOfMemory, match=r"had 20.0 GiB free .* has 4.0 GiB now: blender 99 has 16.0 GiB$"):
+    with pytest.raises(OutOfMemory, match=r"has 4.0 GiB free, down from 20.0 GiB .*: blender 99 holds 16.0 GiB$"):
         check_room(made, planned, replace(machine, gpus=(taken,)))
-    with pytest.raises(DeviceError, match="now the driver does not show it"):
+    with pytest.raises(DeviceError, match="the driver no longer lists it"):
         check_room(made, planned, replace(machine, gpus=()))
 
 

@@ -111,7 +111,7 @@ def test_a_profile_adds_up() -> None:
     assert str(bad) == "the plan did not hold: 0.12 GiB, 20.0 % above the 0.10 planned"
     cautious = MemoryProfile((Term("work", 100 * MIB, 50 * MIB),), "cpu", 1.0)
     assert cautious.held and cautious.excess_bytes == 0 and cautious.total.error == -0.5
-    failed = MemoryProfile((Term("work", 100 * MIB, 0),), "cuda", 1.0, "memory ran out in the steps for logits")
+    failed = MemoryProfile((Term("work", 100 * MIB, 0),), "cuda", 1.0, "out of memory in the steps for logits")
     assert not failed.held and failed.excess_bytes == 10 * MIB
 
 
@@ -227,7 +227,7 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
     monkeypatch.setattr(module, "gpu_peak", full)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     profile = module.profile_gpu(runner, made, held)
-    assert not profile.held and "worst step of activations" in str(profile)
+    assert not profile.held and "worst-case step of activations" in str(profile)
     assert profile.excess_bytes > 0.09 * profile.total.planned_bytes
 
 

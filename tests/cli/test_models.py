@@ -252,7 +252,7 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     assert elsewhere.exit_code == 0 and valid(elsewhere.stdout, "pull-1")["fits"] is None
     assert "1 file checked, all intact" in invoke("pull", NAME, "--repair").stderr
     assert "org/tiny-GGUF" in invoke("ls").stdout
-    assert "there is no cuda:99 here" in invoke("ls", "--device", "cuda:99", "--json").stdout
+    assert "cuda:99 not found" in invoke("ls", "--device", "cuda:99", "--json").stdout
     assert invoke("rm", NAME, "-y").exit_code == 0
     assert "org/tiny" not in invoke("ls").stdout
 

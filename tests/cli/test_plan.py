@@ -93,7 +93,8 @@ def test_the_largest_context_is_one_number(invoke: Invoke, empty_home: Path) -> 
     assert [row["fits"] for row in near] == [True, False]
     result = invoke("plan", "qwen3-32b", env={"LOCALLLM_FAKE_HW": "rtx4090"})
     assert f" {largest / 1000:.0f}k " in result.stdout.splitlines()[1]
-    assert f"★ context {own[-1]['ctx']:,}: what fits" in result.stderr and f"up to {largest:,}" in result.stderr
+    told = result.stderr
+    assert f"★ context {own[-1]['ctx']:,}: the largest that fits" in told and f"up to {largest:,}" in told
 
 
 def test_a_window_that_is_too_small_is_refused_with_the_least(invoke: Invoke, empty_home: Path) -> None:
@@ -222,7 +223,7 @@ def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) 
     assert sum(found.values()) == need <= have
     assert {"weights", "kv", "margin"} <= set(found)
     assert "decode = 1 / (" in text and "KV = 2 × 30 layers × 3 heads × 64 values" in text
-    assert "context 2,048: as asked for" in text
+    assert "context 2,048: as requested" in text
 
 
 def test_a_draft_model_that_is_not_here_is_counted_as_the_catalogue_has_it(invoke: Invoke, home: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_draft_model_that_is_not_here_is_counted_as_the_catalogue_has_it(invok
     drafted = rows(invoke, "qwen3-14b", "--quant", "Q4_K_M", "--gpu", "4090", "--draft", "qwen3-0.6b")
     more = [b["parts"]["weights"] - a["parts"]["weights"] for a, b in zip(plain, drafted, strict=True)]
     assert more == [639_446_688] * len(plain)
-    assert any(reason.startswith("draft qwen3-0.6b: guesses") for reason in drafted[0]["reasons"])
+    assert any(reason.startswith("draft qwen3-0.6b: drafts") for reason in drafted[0]["reasons"])
     unknown = invoke("plan", "qwen3-14b", "--draft", "some/thing", "--gpu", "4090")
     assert unknown.exit_code == 3 and "draft model some/thing is not on this machine" in unknown.stderr
     assert "offline" not in unknown.stderr

@@ -393,9 +393,12 @@ def test_with_progress_json_stderr_is_json_alone(invoke: Invoke, tmp_path: Path)
 
 
 def test_kernels_are_for_verbose_runs() -> None:
+    from localllm.boot.boot import kernel_words
     from localllm.interface import Facts
 
-    line = "m · Q4_1 · cpu × 2 threads · ctx 8,192 · products c_int16, attention c · profile pending"
+    line = "m · Q4_1 · cpu × 2 threads · ctx 8,192 · matmuls c_int16, attention c · profile pending"
     assert Facts(run_summary=line).brief == "m · Q4_1 · cpu × 2 threads · ctx 8,192"
     assert Facts(run_summary=f"{line} · via http://x", url="http://x").brief.endswith("ctx 8,192 · via http://x")
+    mixed = kernel_words({"qkv": "c_int16", "lm_head": "c_float32", "attention": "c"})
+    assert Facts(run_summary=f"m · ctx 8,192 · {mixed} · profile pending").brief == "m · ctx 8,192"
     assert Facts(run_summary="m · via http://x", url="http://x").brief == "m · via http://x"

@@ -81,14 +81,14 @@ def read_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("tree", "allowed", "count", "why"),
     [
-        (RYZEN, 32, 16, "one for each core"),
+        (RYZEN, 32, 16, "one per core"),
         (RAPTOR, 32, 24, "8 performance and 16 efficient cores"),
-        (METEOR, 22, 14, "6 performance and 8 efficient cores; 2 slower cores left alone, below 0.5 of the fastest's"),
-        (PI, 4, 4, "one for each core"),
-        (ROCK, 8, 4, "4 performance cores; 4 slower cores left alone"),
-        (CLUSTERS, 8, 4, "4 performance cores; 4 slower cores left alone"),
-        (QUOTA, 8, 1, "a control group allows 1.5 CPUs"),
-        ({}, 3, 3, "one for each core"),
+        (METEOR, 22, 14, "6 performance and 8 efficient cores; 2 slower cores left idle, below 50% of the fastest"),
+        (PI, 4, 4, "one per core"),
+        (ROCK, 8, 4, "4 performance cores; 4 slower cores left idle"),
+        (CLUSTERS, 8, 4, "4 performance cores; 4 slower cores left idle"),
+        (QUOTA, 8, 1, "the control group allows 1.5 CPUs"),
+        ({}, 3, 3, "one per core"),
     ],
     ids=["ryzen", "13900k", "165h", "pi", "rk3588", "rk3588-clusters", "quota", "nothing"],
 )
@@ -100,7 +100,7 @@ def test_threads(read_tree, tree: Tree, allowed: int, count: int, why: str) -> N
     slow = {number for core in cpu.cores if core.speed < 0.5 for number in core.cpus}
     assert set(chosen.cpus) == (set(range(allowed)) - slow if slow else set())
     asked = chosen_threads(cpu, 20)
-    assert (asked.count, asked.why) == (20, "as asked for")
+    assert (asked.count, asked.why) == (20, "as requested")
     assert asked.cpus == (() if count < 20 else chosen.cpus)
 
 
@@ -114,13 +114,13 @@ def test_hardware_threads_of_a_core_are_one(read_tree) -> None:
 def test_a_model_stays_on_the_socket_whose_memory_holds_it(read_tree) -> None:
     cpu = read_tree(EPYC, range(8))
     assert [(one.index, one.near, one.free_bytes) for one in cpu.nodes] == [(0, (0,), 100 * GIB), (1, (1,), 200 * GIB)]
-    said = "4 cores of other sockets left alone: this one's memory has room"
-    assert chosen_threads(cpu, "auto", 150 * GIB) == Threads(4, "one for each core", said, (4, 5, 6, 7))
-    assert chosen_threads(cpu, 3) == Threads(3, "as asked for", said, (4, 5, 6, 7))
-    assert chosen_threads(cpu, 8) == Threads(8, "as asked for", nodes=(0, 1))
+    said = "4 cores on other sockets stay idle: the model fits in one socket's memory"
+    assert chosen_threads(cpu, "auto", 150 * GIB) == Threads(4, "one per core", said, (4, 5, 6, 7))
+    assert chosen_threads(cpu, 3) == Threads(3, "as requested", said, (4, 5, 6, 7))
+    assert chosen_threads(cpu, 8) == Threads(8, "as requested", nodes=(0, 1))
     large = chosen_threads(cpu, "auto", 190 * GIB)
     assert (large.count, large.cpus, large.nodes) == (8, (), (0, 1))
-    assert "190.0 GiB are more than a socket has free" in large.placement
+    assert "190.0 GiB exceeds one socket's free memory" in large.placement
 
 
 def test_nodes_of_one_socket_are_used_together(read_tree) -> None:
@@ -164,15 +164,15 @@ def test_doctor_tells_the_choice(read_tree, monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     found = told("cpu.cores", read_tree(ROCK, range(8)))
-    assert found.status == "ok" and found.detail.startswith("threads 4: 4 performance cores; 4 slower cores left alone")
+    assert found.status == "ok" and found.detail.startswith("threads 4: 4 performance cores; 4 slower cores left idle")
     assert told("cpu.cores", read_tree(RYZEN, range(32))).detail == ""
     cpu = read_tree(QUOTA, range(8))
-    assert told("cpu.cores", cpu).detail == "threads 1: a control group allows 1.5 CPUs"
+    assert told("cpu.cores", cpu).detail == "threads 1: the control group allows 1.5 CPUs"
     monkeypatch.setenv("LOCALLLM_ENGINE_THREADS", "4")
     found = told("cpu.cores", cpu)
-    assert found.status == "warn" and "4 threads, but a control group allows 1.5 CPUs" in found.detail
+    assert found.status == "warn" and "4 threads, but the control group allows 1.5 CPUs" in found.detail
     assert found.fix == "localllm config set engine.threads auto"
-    assert "left alone" in told("numa", read_tree(EPYC, range(8)), 2).detail
+    assert "stay idle" in told("numa", read_tree(EPYC, range(8)), 2).detail
 
 
 def test_no_more_threads_than_a_quota_has_cpus() -> None:

@@ -226,13 +226,14 @@ def test_cards_of_others_are_named_with_why_they_are_not_used(tmp_path: Path) ->
     node(1, gfx_target_version=110000, drm_render_minor=129)
     node(2, gfx_target_version=90010, drm_render_minor=132)
     assert foreign_gpus(tmp_path) == (
-        "Radeon RX 7900 XTX (gfx1100, 24.0 GiB) is not used: no kernel has run on it yet, they only compile",
-        "an AMD GPU (not known to the compute driver) is not used: kernels are not made for it",
+        "Radeon RX 7900 XTX (gfx1100, 24.0 GiB) is not used: the kernels compile for it, but"
+        " have not been tested on one",
+        "an AMD GPU (unknown to the compute driver) is not used: the kernels do not support it",
         "an Intel GPU is not used: there are no kernels for it",
-        "an AMD GPU (gfx90a, 64.0 GiB) is not used: kernels are not made for it",
+        "an AMD GPU (gfx90a, 64.0 GiB) is not used: the kernels do not support it",
     )
     assert foreign_gpus(tmp_path / "none") == ()
     found = replace(MACHINES["cpu"], foreign_gpus=foreign_gpus(tmp_path)[:1])
     assert chosen_device(found, "auto").reasons == (f"CPU: {found.foreign_gpus[0]}",)
-    with pytest.raises(DeviceError, match="no cuda:0 here: Radeon RX 7900 XTX .gfx1100"):
+    with pytest.raises(DeviceError, match="cuda:0 not found: Radeon RX 7900 XTX .gfx1100"):
         chosen_device(found, "cuda:0")

@@ -54,7 +54,7 @@ def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (card.ecc, card.mig, card.display) == (False, False, True)
     assert (spark.ecc, spark.mig, spark.display) == (None, False, None)
     assert [(k.first, k.second, k.path, k.p2p) for k in told.gpu_links] == [
-        (0, 1, "PHB", "these cards do not support it")
+        (0, 1, "PHB", "these GPUs do not support it")
     ]
 
 
@@ -93,7 +93,7 @@ def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("card", "words"),
-    [(0, "3 errors of its memory could not be corrected"), (1, ""), (2, "fallen off the bus"), (7, "")],
+    [(0, "its memory has 3 uncorrectable errors"), (1, ""), (2, "fallen off the bus"), (7, "")],
 )
 def test_what_is_wrong_with_a_card(library: Any, card: int, words: str) -> None:
     said = trouble(card, library)
@@ -112,8 +112,8 @@ def test_what_a_driver_without_words_says() -> None:
         def nvmlInit_v2(self) -> int:
             return 999
 
-    assert "must be reset" in trouble(0, Reset())
-    assert "does not answer" in trouble(0, Gone()) and "999" in trouble(0, Gone())
+    assert "needs a reset" in trouble(0, Reset())
+    assert "does not respond" in trouble(0, Gone()) and "999" in trouble(0, Gone())
 
 
 def test_an_old_library_lacks_functions() -> None:
@@ -121,7 +121,7 @@ def test_an_old_library_lacks_functions() -> None:
         def nvmlInit_v2(self) -> int:
             return 0
 
-    assert gpu_facts(0, library=Bare()) == Answer(gpu_error="the driver is there, but sees no GPU")
+    assert gpu_facts(0, library=Bare()) == Answer(gpu_error="the driver is installed, but finds no GPU")
 
 
 def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,34 +105,34 @@ GPU = RTX.gpus[0]
             "gpu.mem",
             replace(RTX, gpus=(replace(GPU, free_bytes=2 * GIB, processes=(GpuProcess(1, 20 * GIB, "game"),)),)),
             "warn",
-            "of 24.0 GiB are taken",
+            "of 24.0 GiB in use",
         ),
         ("gpu.power", RTX, "ok", "limit 300 W of 450 W"),
         ("gpu.power", replace(RTX, gpus=(replace(GPU, power_limit_w=200.0),)), "warn", "below 260 W"),
-        ("gpu.power", MACHINES["rtx5090"], "ok", "the card's own"),
+        ("gpu.power", MACHINES["rtx5090"], "ok", "the maximum"),
         ("gpu.power", MACHINES["laptop"], "warn", "95 W of 150 W"),
         ("gpu.power", MACHINES["gb10"], "skip", "does not report"),
-        ("gpu.clocks", MACHINES["laptop"], "warn", "held down by heat at 87"),
+        ("gpu.clocks", MACHINES["laptop"], "warn", "throttled by heat at 87"),
         ("gpu.clocks", replace(RTX, gpus=(replace(GPU, temperature_c=90),)), "warn", "90 °C"),
-        ("gpu.clocks", replace(RTX, gpus=(replace(GPU, throttle=("power limit",)),)), "ok", "nothing"),
+        ("gpu.clocks", replace(RTX, gpus=(replace(GPU, throttle=("power limit",)),)), "ok", "not throttled"),
         ("gpu.pcie", RTX, "ok", "PCIe 4.0 ×16"),
         ("gpu.pcie", MACHINES["rtx5090"], "warn", "×4 of ×16"),
         ("gpu.pcie", MACHINES["rtx5090x2"], "ok", "×8 of ×16"),
         ("gpu.p2p", RTX, "skip", "one GPU"),
         ("gpu.p2p", MACHINES["rtx5090x2"], "ok", "none over PHB"),
-        ("gpu.p2p", replace(MACHINES["rtx5090x2"], gpu_links=(GpuLink(0, 1, "PIX", "ok"),)), "ok", "granted over PIX"),
+        ("gpu.p2p", replace(MACHINES["rtx5090x2"], gpu_links=(GpuLink(0, 1, "PIX", "ok"),)), "ok", "allowed over PIX"),
         ("gpu.ecc", MACHINES["h100"], "ok", "on"),
-        ("gpu.mig", replace(RTX, gpus=(replace(GPU, mig=True),)), "ok", "instances"),
+        ("gpu.mig", replace(RTX, gpus=(replace(GPU, mig=True),)), "ok", "one MIG instance"),
         ("gpu.display", MACHINES["rtx3060"], "ok", "a display is attached to"),
         ("gpu.display", RTX, "ok", "no display"),
-        ("gpu.mem", MACHINES["gb10"], "ok", "the machine's memory"),
+        ("gpu.mem", MACHINES["gb10"], "ok", "shared with the CPU"),
         ("torch.cuda", RTX, "ok", "CUDA 13.0, sm_89"),
         ("torch.cuda", MACHINES["rtx5070ti"], "fail", "no code for sm_120"),
         ("torch.cuda", replace(MACHINES["gb10"], torch_cuda="12.8"), "ok", "sm_121"),
         ("triton.ptxas", CPU, "skip", "no GPU"),
-        ("compiler", replace(RTX, compiler=""), "fail", "GPU kernels cannot be started"),
+        ("compiler", replace(RTX, compiler=""), "fail", "neither GPU nor CPU kernels"),
         ("torch.cuda", replace(RTX, torch_cuda=""), "warn", "CPU build"),
-        ("torch.version", replace(CPU, torch_version="2.4.0"), "fail", "2.11 is needed"),
+        ("torch.version", replace(CPU, torch_version="2.4.0"), "fail", "2.11 or newer is required"),
         ("torch.version", replace(CPU, torch_version=""), "fail", "not installed"),
         ("cpu.isa", replace(CPU, cpu=replace(CPU.cpu, isa="generic")), "warn", "AVX2"),
         ("cpu.cores", replace(CPU, cpu=replace(CPU.cpu, quota=0.5)), "warn", "0.5"),
@@ -157,7 +157,7 @@ def test_what_a_control_group_allows_is_said_once(monkeypatch: pytest.MonkeyPatc
     for threads, status in (("auto", "ok"), (3, "warn")):
         monkeypatch.setattr("localllm.doctor.hardware._threads_wanted", lambda survey, threads=threads: threads)
         check = one("cpu.cores", replace(CPU, cpu=cpu))
-        assert check.status == status and f"{check.title} {check.detail}".count("a control group allows 2.5") == 1
+        assert check.status == status and f"{check.title} {check.detail}".count("the control group allows 2.5") == 1
 
 
 def test_storage(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_settings(empty_home: Path) -> None:
     assert verdict([one("config.valid")]).startswith("1 check: 0 ok, 1 warning")
     file.write_text("[engine")
     assert one("config.valid").status == "fail"
-    assert "the defaults hold" in one("config.valid").detail
+    assert "the defaults are in effect" in one("config.valid").detail
     assert one("config.unknown_keys").status == "skip"
 
 
@@ -214,18 +214,18 @@ def test_two_cards_are_judged_one_by_one() -> None:
     survey = Survey(replace(both.machine, gpus=(old, both.machine.gpus[0])), both.host)
     check = one("gpu.arch", survey.machine)
     assert (check.status, "sm_89" in check.title) == ("warn", True)
-    assert "GTX 1060 has compute capability 6.1, 7.5 is needed" in check.title
+    assert "GTX 1060 has compute capability 6.1, but at least 7.5 is required" in check.title
     assert wanted_capability(None, survey.machine) == 89
     alone = Survey(replace(both.machine, gpus=(old,)), both.host)
     assert one("gpu.arch", alone.machine).status == "fail"
     older = cards("rtx4090", "rtx5090", torch_cuda="12.6")
     check = one("torch.cuda", older.machine)
-    assert check.status == "warn" and "sm_120" in check.title and check.detail == "sm_89 runs"
+    assert check.status == "warn" and "sm_120" in check.title and check.detail == "sm_89 works"
     assert one("torch.cuda", cards("rtx5090", torch_cuda="12.6").machine).status == "fail"
     full = replace(both.machine.gpus[0], name="T4", total_bytes=16 << 30, free_bytes=1 << 30)
     large = replace(both.machine.gpus[1], total_bytes=96 << 30, free_bytes=95 << 30)
     check = one("gpu.mem", replace(both.machine, gpus=(full, large)))
-    assert check.status == "warn" and "of T4 are taken" in check.title
+    assert check.status == "warn" and "of T4 in use" in check.title
 
 
 def test_code_for_sm_120_is_enough_for_sm_121() -> None:
@@ -238,25 +238,25 @@ def test_code_for_sm_120_is_enough_for_sm_121() -> None:
 @pytest.mark.parametrize(
     ("check_id", "host", "status", "words"),
     [
-        ("gpu.p2p", {"iommu": True}, "warn", "it may be granted and still hang"),
+        ("gpu.p2p", {"iommu": True}, "warn", "tensor parallelism may hang"),
         ("gpu.visible", {"variables": {"CUDA_VISIBLE_DEVICES": "0"}}, "ok", "leaves 2"),
         ("cpu.governor", {"governor": "powersave", "governor_driver": "acpi-cpufreq"}, "warn", "the clock stays low"),
         ("cpu.governor", {"governor": "powersave", "governor_driver": "intel_pstate"}, "ok", "intel_pstate"),
         ("cpu.governor", {"governor": ""}, "skip", "does not report"),
         ("power.mains", {"on_battery": True}, "warn", "on battery"),
-        ("numa", {"numa_nodes": 4}, "ok", "4 memory nodes"),
+        ("numa", {"numa_nodes": 4}, "ok", "4 NUMA nodes"),
         ("triton.ptxas", {"ptxas": "12.4"}, "fail", "does not know sm_120"),
         ("triton.ptxas", {"ptxas": "12.8"}, "ok", "knows sm_120"),
         ("triton.ptxas", {"ptxas": ""}, "skip", "not known"),
         ("triton.version", {"packages": {}}, "fail", "not installed"),
         ("compiler", {"headers": ""}, "fail", "Python.h"),
-        ("libs.conflict", {"conflicts": ("vllm wants torch==2.9, 2.13 is installed",)}, "warn", "vllm wants"),
+        ("libs.conflict", {"conflicts": ("vllm requires torch==2.9, but 2.13 is installed",)}, "warn", "vllm requires"),
         ("libs.conflict", {"packages": {"nvidia-nccl-cu12": "2", "nvidia-nccl-cu13": "2"}}, "warn", "CUDA 12 and"),
         ("disk.free", {"disk": DiskFacts("/x", 100 << 20)}, "fail", "100 MiB free"),
         ("disk.free", {"disk": DiskFacts("/x", 5 << 30)}, "warn", "5.0 GiB free"),
         ("disk.speed", {"disk": DiskFacts("/x", kind="hdd", filesystem="ext4")}, "warn", "50 s to load"),
         ("disk.speed", {"disk": DiskFacts("/x", kind="network", filesystem="nfs4")}, "warn", "network"),
-        ("disk.speed", {"disk": DiskFacts("/x", kind="memory", filesystem="tmpfs")}, "warn", "gone after a restart"),
+        ("disk.speed", {"disk": DiskFacts("/x", kind="memory", filesystem="tmpfs")}, "warn", "lost after a restart"),
         ("disk.speed", {"disk": DiskFacts("/x", kind="nvme", filesystem="xfs")}, "ok", "NVMe, xfs"),
         ("disk.cache_fs", {"disk": DiskFacts("/x", filesystem="vfat")}, "warn", "symbolic links"),
         ("net.hub", {"hub_ms": 38.0}, "ok", "38 ms"),
@@ -264,7 +264,7 @@ def test_code_for_sm_120_is_enough_for_sm_121() -> None:
         ("net.hub", {"hub_ms": 0.0}, "skip", "offline"),
         ("server.port", {"port_holder": ""}, "ok", "free"),
         ("server.port", {"port_holder": "python (pid 9)"}, "warn", "python (pid 9)"),
-        ("server.port", {"port_holder": "localllm (pid 9)"}, "ok", "serves"),
+        ("server.port", {"port_holder": "localllm (pid 9)"}, "ok", "is serving"),
     ],
 )
 def test_verdicts_on_the_surroundings(check_id: str, host: dict, status: str, words: str) -> None:
@@ -281,15 +281,15 @@ def test_a_server_of_ours_is_named(empty_home: Path, monkeypatch: pytest.MonkeyP
     record = Record("serve", "http://127.0.0.1:8000")
     record.update(("smollm2",))
     host = replace(HOST, port_holder=f"python (pid {os.getpid()})")
-    assert one("server.port", host=host).title == "localllm serves smollm2 at http://127.0.0.1:8000"
+    assert one("server.port", host=host).title == "localllm is serving smollm2 at http://127.0.0.1:8000"
     record.remove()
     assert one("server.port", host=host).status == "warn"
 
 
 def test_special_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wsl, docker = MACHINES["wsl2"], MACHINES["h100"]
-    assert "border of WSL" in one("disk.speed", wsl, fake_host("wsl2")).title
-    assert "gone with it" in one("disk.speed", docker, fake_host("h100")).title
+    assert "a Windows disk" in one("disk.speed", wsl, fake_host("wsl2")).title
+    assert "lost with the container" in one("disk.speed", docker, fake_host("h100")).title
     assert "mirrored" in one("wsl", wsl, replace(fake_host("wsl2"), wsl_mirrored=True)).detail
     monkeypatch.setenv("HTTPS_PROXY", "http://ada:secret@proxy.example:3128")
     monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co")

@@ -117,7 +117,7 @@ def test_flags(engine: str, hw: str, model: str | None, has: list[str], lacks: l
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(empty_home: Path, engine: str, hw: str, model: str) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"needs [\d.]+ GiB with 4,096 tokens of context, .* may take [\d.]+ GiB"
+        DoesNotFit, match=r"needs [\d.]+ GiB with 4,096 tokens of context, but .* can use [\d.]+ GiB"
     ) as error:
         launch(engine, model, Survey(fake_machine(hw), fake_host(hw)))
     assert error.value.context["need_bytes"] > error.value.context["have_bytes"]
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(empty_home: Path, engine: str, hw: str, mo
     ],
 )  # fmt: skip
 def test_what_the_engine_cannot_read_is_refused(engine: str, hw: str, model: str) -> None:
-    with pytest.raises(UnsupportedFormat, match="does not read") as error:
+    with pytest.raises(UnsupportedFormat, match="cannot read") as error:
         made(engine, hw, model)
     assert error.value.hint.startswith("localllm doctor --for ")
 
@@ -211,7 +211,7 @@ def test_recipes_are_for_one_model_on_one_card_with_one_version() -> None:
     found = made("vllm", "rtx5090", MOE)
     assert found.recipe and {piece.confidence for piece in found.flags} == {"A"}
     assert all("2026-09-02" in piece.why and ">=0.28" in piece.why for piece in found.flags)
-    assert any("0.27.1 is installed here; the recipe wants >=0.28" in note for note in found.notes)
+    assert any("0.27.1 is installed, but the recipe needs >=0.28" in note for note in found.notes)
     assert made("vllm", "rtx5090x2", MOE).recipe is None, "two cards are another machine"
 
 
@@ -237,7 +237,7 @@ def test_every_name_is_in_the_table_and_none_was_given_up() -> None:
         assert not row.now or (row.engine, row.now) in table
         assert not row.before or (row.engine, row.before) in table or not row.before.startswith("-")
     old = launch("sglang", None, Survey(fake_machine("rtxpro6000"), fake_host("rtxpro6000")))
-    assert any("0.5.12 is installed here, where it is --cuda-graph-max-bs" in note for note in old.notes)
+    assert any("0.5.12 is installed, which calls it --cuda-graph-max-bs" in note for note in old.notes)
 
 
 def test_every_name_was_read_in_a_source_or_says_that_it_was_not() -> None:
@@ -262,7 +262,7 @@ def test_an_engine_newer_than_what_was_read_is_said() -> None:
     assert not any("were read in" in note for note in launch("vllm", None, Survey(machine, host)).notes)
     newer = replace(host, packages={**host.packages, "vllm": "0.99.0"})
     notes = launch("vllm", None, Survey(machine, newer)).notes
-    assert any("read in vLLM 0.33.0; 0.99.0, installed here" in note for note in notes)
+    assert any("checked against vLLM 0.33.0; the installed 0.99.0" in note for note in notes)
 
 
 @pytest.mark.parametrize("hw", [*PROFILES, "rtx2070"])
@@ -299,7 +299,7 @@ def test_names_of_engines() -> None:
     assert made("TRT", "h100").engine == "tensorrt-llm"
     with pytest.raises(ConfigError, match="did you mean vllm"):
         made("vlm", "rtx4090")
-    with pytest.raises(ConfigError, match="there is some for vllm, sglang"):
+    with pytest.raises(ConfigError, match="supported: vllm, sglang"):
         made("abacus", "rtx4090")
 
 
@@ -429,7 +429,7 @@ def test_no_more_context_than_the_model_has(empty_home: Path) -> None:
         made = launch("vllm", model_kind(name), Survey(fake_machine("rtx5090"), fake_host("rtx5090")))
         (window,) = [piece for piece in made.flags if piece.text.startswith("--max-model-len")]
         assert window.text == f"--max-model-len {tokens}"
-        assert ("own limit" in window.why) is ("/" not in name)
+        assert ("the model's maximum" in window.why) is ("/" not in name)
     assert "not known" in made.notes[-1], "what cannot be checked is said"
 
 
@@ -444,7 +444,7 @@ def test_a_gguf_file_of_this_machine_says_what_it_is(empty_home: Path, smollm2_p
         assert (made.model.known_from, made.model.context) == ("its file", 8192)
         assert made.model.kv_per_token == 23_040 and made.model.size_bytes > 90 << 20
         (window,) = [piece for piece in made.flags if piece.text.startswith("-c ")]
-        assert window.text == "-c 8192" and "own limit" in window.why
+        assert window.text == "-c 8192" and "the model's maximum" in window.why
     (folder / "notes.txt").write_text("text")
     assert model_kind(str(folder / "notes.txt")).known_from == "its name"
 

@@ -88,11 +88,11 @@ def test_every_profile_is_a_machine_with_surroundings() -> None:
     ("hw", "facts"),
     [
         # of the reference tables: what a page of that machine has to say
-        ("rtx3060", ["sm_86", "360 GB/s", "Qwen3.5-9B-quantized.w4a16", "weights in fp8 and fp4 run too", "Ollama"]),
+        ("rtx3060", ["sm_86", "360 GB/s", "Qwen3.5-9B-quantized.w4a16", "weights in fp8 and fp4 also run", "Ollama"]),
         ("rtx3090", ["936 GB/s", "below 290 W", "W4A16 (AWQ, GPTQ), else GGUF"]),
         ("rtx4090", ["1,008 GB/s", "fp8_e4m3", "260 W"]),
-        ("rtx5070ti", ["holds no code for sm_120", "CUDA 12.8", "cu130"]),
-        ("rtx5090", ["1,792 GB/s", "what fits: ", "--max-num-batched-tokens 4096", "400 W", "R13"]),
+        ("rtx5070ti", ["has no code for sm_120", "CUDA 12.8", "cu130"]),
+        ("rtx5090", ["1,792 GB/s", "GiB available", "--max-num-batched-tokens 4096", "400 W", "R13"]),
         (
             "rtxpro6000",
             ["sm_120", "--max-model-len 262144", "--async-scheduling", "--sleep-on-idle", "Qwen3.8-27B-FP8"],
@@ -108,10 +108,10 @@ def test_every_profile_is_a_machine_with_surroundings() -> None:
                 "a recipe for this model",
             ],
         ),
-        ("h100", ["sm_90", "3,350 GB/s", "gone with it", "--kv-cache-dtype fp8"]),
+        ("h100", ["sm_90", "3,350 GB/s", "lost with the container", "--kv-cache-dtype fp8"]),
         ("rtx5090x2", ["none over PHB", "--tensor-parallel-size 2", "NCCL_P2P_DISABLE=1", "R28", "NCCL_IB_DISABLE"]),
-        ("laptop", ["held down by heat at 87", "on battery", "performance profile"]),
-        ("wsl2", ["WSL 2 with 15.5 GiB", "border of WSL", "no C compiler", "VLLM_WSL2_ENABLE_PIN_MEMORY=1"]),
+        ("laptop", ["throttled by heat at 87", "on battery", "performance profile"]),
+        ("wsl2", ["WSL 2 with 15.5 GiB", "a Windows disk", "no C compiler", "VLLM_WSL2_ENABLE_PIN_MEMORY=1"]),
         ("cpu", ["running on the CPU", "the clock stays low", "llama-server", "-t 16"]),
     ],
 )

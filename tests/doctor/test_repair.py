@@ -192,9 +192,9 @@ def test_what_is_measured_is_judged(monkeypatch: pytest.MonkeyPatch, empty_home:
     good, told = measured(monkeypatch, "rtx5090x2")
     assert {c.status for c in good.values() if c.id != "disk.read"} == {"ok"}
     assert "GPU 1: 1,600 GB/s, 89% of 1,792 GB/s" in good["bw.vram"].title
-    assert "20.0 GB/s, arrived whole" in good["p2p.copy"].title
+    assert "20.0 GB/s, data intact" in good["p2p.copy"].title
     assert any("GPU 0 and GPU 1" in line for line in told)
-    assert good["ranks.link"].title == "2 cards: a sum takes 30 µs, 9.0 GB/s of large ones"
+    assert good["ranks.link"].title == "2 GPUs: 30 µs per all-reduce, 9.0 GB/s for large ones"
     cards = speeds.link_name(MACHINES["rtx5090x2"], MACHINES["rtx5090x2"].gpus)
     assert speeds.load(MACHINES["rtx5090x2"]).link(cards, "far") == speeds.Link(30e-6, 9e9, is_measured=True)
     bad, _ = measured(

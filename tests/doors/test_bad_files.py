@@ -197,7 +197,7 @@ def test_doctor_finds_scales_that_loading_refuses(quant: str, door: Door, tmp_pa
     assert "non-finite" in refused(door("run", path, "hi"))[0]
     found = {check["id"]: check for check in json.loads(door("doctor", path, "--json").stdout)["checks"]}
     assert found["model.scales"]["status"] == "fail"
-    assert found["model.scales"]["title"] == "blk.0.attn_q.weight holds 1 values that are not numbers"
+    assert found["model.scales"]["title"] == "blk.0.attn_q.weight contains 1 NaN or infinite scale"
 
 
 def test_weights_of_64_bits_run(door: Door, tmp_path: Path) -> None:

@@ -539,11 +539,11 @@ def test_a_text_that_is_never_cut_is_read_alone_or_fails():
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("CUDA error: uncorrectable ECC error encountered\nmore", "its memory failed, and what it held is wrong"),
-        pytest.param("CUDA error: unknown error", "the driver has lost the card, or was reset", marks=pytest.mark.slow),
+        ("CUDA error: uncorrectable ECC error encountered\nmore", "its memory has an uncorrectable error"),
+        pytest.param("CUDA error: unknown error", "the driver lost the GPU or was reset", marks=pytest.mark.slow),
         pytest.param(
             "CUDA error: all CUDA-capable devices are busy or unavailable",
-            "another process holds it alone",
+            "another process uses it exclusively",
             marks=pytest.mark.slow,
         ),
     ],

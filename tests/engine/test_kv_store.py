@@ -186,7 +186,7 @@ def test_a_damaged_cut_foreign_or_older_file_is_dropped_and_said_once(how, kind,
     assert answer(again := make("states"), prompt(1)) == (wanted, 0)
     answer(again, prompt(1)[:50])
     again.close()
-    assert len([r for r in caplog.records if "kept conversations" in r.message]) == 1
+    assert len([r for r in caplog.records if "a stored page is" in r.message]) == 1
     assert answer(make("states"), prompt(1)) == (wanted, 88), "it was written again"
 
 
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_costs_no_answer_and_is_said_once(error, make, monke
     assert answer(engine, prompt(1, 40))[0] == answer(make(limit=0), prompt(1, 40))[0]
     answer(engine, prompt(2, 9))
     engine.close()
-    assert len([r for r in caplog.records if "are not kept" in r.message]) == 1
+    assert len([r for r in caplog.records if "cannot be stored" in r.message]) == 1
     assert engine.stats().kv_store_dropped > 10 and engine.stats().kv_store_written_tokens == 0
 
 

@@ -97,7 +97,8 @@ def test_pins_that_share_pages_are_counted_and_released_each_by_itself():
     long = board.add([1, 1, 2, 2, 3, 3])
     short = board.add([1, 1, 2, 2, 9])
     branch = board.add([1, 1, 2, 2, 4, 4], 5)
-    with pytest.raises(InvalidRequest, match="5 of 8 pages would be pinned by 4 pins, at most 4 pages") as found:
+    limit = "4 pins would cover 5 of 8 pages, but at most 1,000 pins and 4 pages"
+    with pytest.raises(InvalidRequest, match=limit) as found:
         board.add([7, 7])
     assert found.value.hint and len(board.all()) == 3
     for tokens in (long.token_ids, branch.token_ids):
@@ -112,9 +113,9 @@ def test_pins_that_share_pages_are_counted_and_released_each_by_itself():
 
 def test_what_cannot_be_pinned_is_named():
     _, board = make()
-    with pytest.raises(InvalidRequest, match="1 tokens fill no page of 2"):
+    with pytest.raises(InvalidRequest, match="the prefix has 1 token, but a page has 2"):
         board.add([5])
-    with pytest.raises(InvalidRequest, match="keeps no prefixes"):
+    with pytest.raises(InvalidRequest, match="the prefix cache of this model is off"):
         PinBoard(Pages([8], [None], PAGE, prefix_cache=False), lambda call: call()).add([1, 2])
 
 

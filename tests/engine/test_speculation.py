@@ -245,7 +245,7 @@ def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes, who):
 
 
 def test_who_neither_guesses_nor_proposes_is_no_drafter() -> None:
-    with pytest.raises(AssertionError, match="is no drafter"):
+    with pytest.raises(AssertionError, match="is not a drafter"):
         Speculation(SimpleNamespace(name="nobody"))
 
 

@@ -57,7 +57,7 @@ def test_text_that_repeats_is_the_same_in_fewer_steps(pair, name):
     after = on.stats()
     assert after.num_draft_tokens > before.num_draft_tokens and off.stats().num_draft_tokens == 0
     if name == "greedy":
-        assert found[0].timing.accepted_tokens > 8 and "n-gram guesses right" in on.run_summary
+        assert found[0].timing.accepted_tokens > 8 and "n-gram tokens accepted" in on.run_summary
 
 
 @pytest.mark.slow
@@ -86,10 +86,10 @@ def test_a_draft_model_changes_no_token_and_is_counted(tiny_path):
         found = llm.generate([TEXT, "One two"], wishes)
         assert [answered(one) for one in found] == expected and answered(llm.generate(TEXT, two)) == expected_two
         assert found[0].timing.accepted_tokens == found[0].timing.draft_tokens > 12
-        assert found[0].timing.drafters == ("draft",) and "draft guesses right" in llm.run_summary
+        assert found[0].timing.drafters == ("draft",) and "draft tokens accepted" in llm.run_summary
         assert llm.plan.weight_bytes == 2 * planned.weight_bytes and llm.plan.kv_bytes == 2 * planned.kv_bytes
         assert llm.state().weight_bytes == 2 * state.weight_bytes and llm.state().kv_bytes == 2 * state.kv_bytes
-        assert any(line.startswith("draft ") and "as asked for" in line for line in llm.plan.reasons)
+        assert any(line.startswith("draft ") and "as requested" in line for line in llm.plan.reasons)
         long = llm.generate(TEXT, replace(wishes, max_tokens=80)).timing
         assert 0 < llm.stats().fastest_tps < 0.6 * long.decode_tps, "what was guessed is not the model's pace"
         llm.sleep()

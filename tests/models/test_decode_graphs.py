@@ -402,7 +402,7 @@ def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Cal
     engine = engine_of(loaded("qwen3"), (1, 2, 4), True)
     graphs = engine.runner.graphs
     guessing = SimpleNamespace(buckets=graphs.buckets, failure="", capture=lambda stop: None)
-    engine.runner.beside["the head that guesses"] = guessing  # type: ignore[assignment]
+    engine.runner.beside["the MTP head"] = guessing  # type: ignore[assignment]
     before = {bucket.shape: bucket for bucket in graphs.buckets}
     questions = iter([False, True])
     left = engine.runner.capture(None, lambda: next(questions))

@@ -176,8 +176,8 @@ def test_an_engine_answers_the_same_and_says_where_experts_lie(
             answers.append([token for event in stream for token in event.token_ids])
         finally:
             boot.engine.close()
-        assert ("3 of 7 experts a layer on the CPU" in boot.facts_line) is bool(count)
-        assert ("% of the choices hit the device" in boot.facts_line) is bool(count)
+        assert ("3 of 7 experts per layer on the CPU" in boot.facts_line) is bool(count)
+        assert ("% of routed tokens hit the device" in boot.facts_line) is bool(count)
     assert answers[0] == answers[1] and len(answers[0]) == 12
     first, *_, last = (int(one.uses.sum()) for one in hosts(model))
     assert first >= (len(IDS) + 11) * 3 and last >= 12 * 3, "every token counts for its experts"

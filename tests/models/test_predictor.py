@@ -187,15 +187,15 @@ def test_above_the_engine_answers_are_the_same(tiny: Callable, tmp_path: Path) -
         wanted, held = answered(llm), llm.state().weight_bytes
     with LLM(path, ctx=256, speculation="mtp", debug_invariants=True) as llm:
         assert answered(llm) == wanted and answered(llm) == wanted
-        assert "speculation mtp, " in llm.run_summary and "mtp guesses right" in llm.run_summary
+        assert "speculation mtp, " in llm.run_summary and "mtp tokens accepted" in llm.run_summary
         assert llm.state().weight_bytes > held
         llm.sleep()
         llm.wake()
         assert answered(llm) == wanted and llm.engine.stats().num_accepted_tokens > 12
-        assert not any("stopped drafting" in line for line in llm.state().warnings)
+        assert not any("MTP head is off" in line for line in llm.state().warnings)
         llm.engine.runner.listener.hear = lambda step, hidden: 1 / 0
         assert answered(llm) == wanted
-        assert any("the MTP head stopped drafting" in line for line in llm.state().warnings)
+        assert any("MTP head is off" in line for line in llm.state().warnings)
     bare = as_gguf(one, tmp_path / "bare.gguf")
     with LLM(bare, ctx=256) as llm:
         assert any("starting with blk.3.nextn.eh_proj.weight" in line for line in llm.state().warnings)
@@ -371,7 +371,7 @@ def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
     assert set(engine.stats().guesses) == {"mtp"}
     made = replace(mtp, graph_buckets=(1, 2, 3), guess_buckets=(2, 4, 8, 16))
     engine = assemble(model, made, capture=rerun, check_invariants=True)
-    assert engine.runner.beside["the head that guesses"].captured == (1, 2, 3, 4, 8, 16)
+    assert engine.runner.beside["the MTP head"].captured == (1, 2, 3, 4, 8, 16)
     assert engine.runner.graphs is not None and engine.runner.graphs.note == "graphs 1,2,3,4,8,16"
     asked = [Request(prompt(5, seed), SamplingParams(temperature=0.5, seed=seed, max_tokens=9)) for seed in range(3)]
     assert answers(engine, asked) == answers(engine_of(model), asked)

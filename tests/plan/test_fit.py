@@ -147,7 +147,7 @@ def test_a_mixture_is_divided_before_it_is_downloaded_as_after_it(name: str, spe
     assert best.plan is not None and best.plan.fits and not best.reason and best.file.spec.startswith(spec)
     assert best.plan.device == "cuda:0" and 0 < best.plan.host_experts < catalog.members(name)[0].experts.num
     assert best.plan.host_bytes + best.plan.weight_bytes == pytest.approx(best.file.download_bytes, rel=0.01)
-    assert any(line.startswith("experts:") and "MiB there" in line for line in best.plan.reasons)
+    assert any(line.startswith("experts:") and "MiB of host memory" in line for line in best.plan.reasons)
     whole = fit.best_file(name, planner.having(experts="device"))
     assert whole.reason and whole.plan is not None and not whole.plan.host_experts
 

@@ -42,7 +42,7 @@ def test_as_many_as_the_card_has_no_room_for() -> None:
     assert made.host_read_bytes == pytest.approx(made.host_bytes * TOP_K / NUM, abs=2)
     assert sum(made.parts().values()) == made.need_bytes <= made.have_bytes
     (reason,) = (line for line in made.reasons if line.startswith("experts:"))
-    assert f"{made.host_experts} of {NUM} in each layer lie in host memory" in reason and "moves" in reason
+    assert f"{made.host_experts} of {NUM} per layer stay in host memory" in reason and "transfers" in reason
     fewer = Planner(CARD).plan(facts, host_experts=made.host_experts - 1)
     assert not fewer.fits or fewer.ctx < SPLIT_CTX, "no more than must be"
 
@@ -52,7 +52,7 @@ def test_the_most_context_is_what_a_wish_for_it_gets() -> None:
     facts, planner = mixture(max_context=1 << 20), Planner(CARD).having(device="cuda:0")
     made = planner.plan(facts)
     assert made.ctx < made.max_ctx < facts.max_context
-    assert f"--ctx takes up to {made.max_ctx:,}" in " ".join(made.reasons)
+    assert f"--ctx allows up to {made.max_ctx:,}" in " ".join(made.reasons)
     full = planner.having(ctx=made.max_ctx).plan(facts)
     assert full.fits and (full.max_ctx, full.host_experts) == (made.max_ctx, NUM)
     refused = planner.having(ctx=made.max_ctx + 1024).plan(facts)
@@ -87,8 +87,8 @@ def test_experts_are_streamed_where_that_takes_less_time() -> None:
     assert (narrow.stream_rows - 1) * row_s < way_s <= narrow.stream_rows * row_s * 1.02
     assert wide.prefill_tps > narrow.prefill_tps
     pace, prompts = (next(line for line in wide.reasons if line.startswith(word)) for word in ("pace:", "prompts:"))
-    assert f"{100 * (NUM - wide.host_experts) // NUM} % of the experts on the card" in pace
-    assert f"with {wide.stream_rows} rows" in prompts and "is streamed to the card" in prompts
+    assert f"{100 * (NUM - wide.host_experts) // NUM} % of the experts on the GPU" in pace
+    assert f"with at least {wide.stream_rows} rows" in prompts and "is streamed to the GPU" in prompts
     assert with_lanes(16, deterministic=True).plan(facts).stream_rows == 0
     assert planner.having(device="cpu").plan(facts).stream_rows == 0
 

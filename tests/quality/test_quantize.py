@@ -285,7 +285,7 @@ def test_doctor_and_the_load_name_what_is_wrong_with_a_checkpoint(source: Path, 
     tensors[name].view(torch.uint8).view(-1)[3] = 0x7F
     save_file(tensors, file, metadata={"format": "pt"})
     found = checks(out)["model.scales"]
-    assert (found.status, found.title) == ("fail", f"{name} holds 1 values that are not numbers") and found.fix
+    assert (found.status, found.title) == ("fail", f"{name} contains 1 NaN or infinite scale") and found.fix
     with pytest.raises(BadModelFile, match="holds 1 NaN bytes"):
         LLM(out, ctx=256)
 

@@ -46,7 +46,7 @@ async def test_an_adapter_comes_answers_and_goes(local, folder, tiny_llm):
         vectors = await local.post("/v1/embeddings", json={"model": "pirate", "input": "a"})
         assert vectors.status_code == 400 and "name tiny alone" in vectors.json()["error"]["message"]
         again = await local.post(LOAD, json={"lora_name": "pirate", "lora_path": folder})
-        assert again.status_code == 400 and "is loaded already" in again.json()["error"]["message"]
+        assert again.status_code == 400 and "is already loaded" in again.json()["error"]["message"]
         anew = await local.post(LOAD, json={"lora_name": "pirate", "lora_path": folder, "load_inplace": True})
         assert anew.status_code == 200
         worse = {"lora_name": "pirate", "lora_path": f"{folder}/nowhere", "load_inplace": True}

@@ -16,7 +16,7 @@ async def test_details_say_what_runs_how_where_no_key_is_needed(client, tiny_llm
     (row,) = (await client.get("/health?details")).json()["models"]
     assert (row["model"], row["warnings"]) == ("tiny", [])
     assert row["truth_line"] == tiny_llm.run_summary
-    assert "products c_int16" in row["truth_line"] and "KV bf16" in row["truth_line"]
+    assert "matmuls c_int16" in row["truth_line"] and "KV bf16" in row["truth_line"]
 
 
 async def test_a_server_with_keys_tells_its_owner_only(make_client):

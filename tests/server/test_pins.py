@@ -27,7 +27,7 @@ async def test_what_cannot_be_pinned_is_refused_by_name(make_client, tiny_llm):
     async with make_client(token="owner") as client:
         client.headers.update(OWNER)
         for sent, said in (
-            ({"prompt": "x"}, "fill no page"),
+            ({"prompt": "x"}, "but a page has"),
             ({"prompt": "x", "priority": 0}, "priority"),
             ({"prompt": "x", "ttl_s": -1}, "ttl_s"),
             ({}, "prompt"),

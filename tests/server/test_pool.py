@@ -352,11 +352,11 @@ def test_a_dead_engine_is_restarted_once(make, monkeypatch):
 def test_an_engine_that_lost_its_card_is_given_up_with_the_cause(make):
     pool = make(World())
     first = lease(pool, "a")
-    first.llm.plan.device, first.llm.why_dead = "cuda:0", "the GPU failed; the card has fallen off the bus"
+    first.llm.plan.device, first.llm.why_dead = "cuda:0", "the GPU failed; the GPU has fallen off the bus"
     first.llm.engine.is_dead = True
     first.release()
     eventually(lambda: lease(pool, "a") and pool.broken)
-    assert pool.broken == "the engine of a stopped: the GPU failed; the card has fallen off the bus"
+    assert pool.broken == "the engine of a stopped: the GPU failed; the GPU has fallen off the bus"
 
 
 def test_an_abandoned_wait_holds_nothing(make):
