@@ -497,7 +497,7 @@ def test_a_key_file_has_a_key_a_line(tmp_path):
     file.write_text("# of the editor\nkey-one-1234\n\n  key-two-1234  \n")
     env, config = Env(Options()), UserConfig()
     assert api_keys(env, config, None, file) == ("key-one-1234", "key-two-1234")
-    for text, message in (("short\n", "5 characters"), ("# none\n", "holds no key")):
+    for text, message in (("short\n", "5 characters"), ("# none\n", "contains no keys")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             api_keys(env, config, None, file)

@@ -141,7 +141,7 @@ def test_ps_shows_what_is_loaded(served):
 
 def test_stop_names_what_is_not_there(served):
     code, _, err = command(served, "stop", "1")
-    assert code == 8 and "no server has the port" in err
+    assert code == 8 and "no server has port" in err
     code, _, err = command(served, "stop", "nosuch")
     assert code == 8 and "loaded" in err
 
