@@ -90,7 +90,8 @@ def _read_facts(path: Path) -> ModelFacts:
 
     with open_model(path) as checkpoint:
         facts = checkpoint.facts
-        check_tokenizer(checkpoint)
+        if facts.assistant is None:  # an assistant uses the tokenizer of the model that it drafts for
+            check_tokenizer(checkpoint)
         return facts
 
 

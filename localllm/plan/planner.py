@@ -223,14 +223,14 @@ class Planner:
         """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
         if facts.assistant is not None:
             name = facts.name or facts.source_architecture
-            what = f"{name} only drafts tokens for a Gemma 4 model, whose keys and values it reads"
+            what = f"{name} drafts tokens for a larger Gemma 4 model and cannot run by itself"
             raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
         draft = self._drafts
         if draft is None or draft.assistant is None:
             return
         name = self.options.draft or draft.name
         if self.options.tensor_parallel not in (1, "auto"):
-            what = f"{name} reads the keys and values of a model on one device, not on {self.options.tensor_parallel}"
+            what = f"{name} reads the KV cache of a model on one device, not on {self.options.tensor_parallel}"
             raise ConfigError(what, "use --tensor-parallel 1, or leave --draft out")
         theirs = draft.assistant.hidden, draft.vocab_size
         if theirs != (facts.hidden_size, facts.vocab_size):
@@ -241,7 +241,7 @@ class Planner:
             )
         if read_layers(draft, facts) is None:
             raise ConfigError(
-                f"{name} reads keys and values of other shapes than the layers of this model keep",
+                f"{name} expects a KV cache with other shapes than this model's",
                 "give --draft the assistant that was published with this model, or leave it out",
             )
 

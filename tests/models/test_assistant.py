@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from localllm import LLM
+from localllm.cli.commands import pull, show
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.speculation import Speculation
 from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
+from localllm.hub import local
 from localllm.models.architectures import open_model
 from localllm.models.assistant import AssistantModel, load_assistant
 from localllm.models.loader import LoadOptions
@@ -185,12 +187,14 @@ def test_one_that_cannot_draft_is_refused(tiny: Callable, tiny_of: Callable, tmp
     cpu = Planner(MACHINES["cpu"], EngineOptions(draft="it"), draft=draft)
     plan = cpu.plan(facts)
     assert plan.weight_bytes > Planner(MACHINES["cpu"]).plan(facts).weight_bytes and not plan.draft_pages
-    with pytest.raises(UnsupportedModel, match="only drafts tokens for a Gemma 4 model") as raised:
+    with pytest.raises(
+        UnsupportedModel, match="drafts tokens for a larger Gemma 4 model and cannot run by itself"
+    ) as raised:
         Planner(MACHINES["cpu"]).plan(draft)
     assert "--draft" in raised.value.hint
-    with pytest.raises(UnsupportedModel, match="only drafts tokens"):
+    with pytest.raises(UnsupportedModel, match="cannot run by itself"):
         LLM(tmp_path / "draft")
-    with pytest.raises(ConfigError, match="other shapes than the layers of this model keep"):
+    with pytest.raises(ConfigError, match="expects a KV cache with other shapes"):
         cpu.plan(open_model(other.save(tmp_path / "other")).facts)
     with pytest.raises(ConfigError, match="44 hidden units and 99 tokens, and this one has 48 and 99"):
         cpu.plan(replace(facts, hidden_size=48))
@@ -218,3 +222,14 @@ def test_files_of_an_assistant_that_are_damaged_are_refused(
         folder = one.save(tmp_path / str(number), tensors, **config)
         with pytest.raises(BadModelFile, match=words), open_model(folder) as checkpoint:
             load_assistant(checkpoint, LoadOptions(exact=True), model.facts)
+
+
+def test_lists_show_one_without_a_tokenizer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    folder = assistant_of(tiny_of, tiny("gemma4")).save(tmp_path / "it")
+    row = local.describe(local.LocalModel("org/it", folder, "hub", size_bytes=1))
+    assert (row.broken, row.supported, row.chat) == (False, True, False)
+    with open_model(folder) as checkpoint:
+        fields = show._show_fields(checkpoint, "org/it", "", EngineOptions())
+        assert not fields["capabilities"]["chat"] and "cannot run by itself" in fields["plan"]["reason"]
+        assert "--draft" in show._chats(checkpoint.facts)
+    assert pull._fits(folder, EngineOptions()) == (None, None)
