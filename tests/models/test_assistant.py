@@ -78,6 +78,14 @@ def loaded_for(one: Any, target: Model, folder: Path) -> AssistantModel:
         return load_assistant(checkpoint, LoadOptions(exact=True), target.facts)
 
 
+def as_gguf(one: Any, path: Path) -> Path:
+    """As llama.cpp's converter writes it: all layers count as predictors, and logits are computed for all tokens."""
+    text = one.config["text_config"]
+    more = {"model_type": "gemma4-assistant", "nextn": 3, "backbone_hidden_size": one.config["backbone_hidden_size"]}
+    tensors = {name: tensor for name, tensor in one.tensors.items() if "masked_embedding" not in name}
+    return write_gguf(path, text | more, tensors, gguf.GGMLQuantizationType.F32)
+
+
 def expected_drafts(target: Any, one: Any, ids: list[int], count: int) -> list[int]:
     """Those of transformers, when the model has read all of `ids` but the last."""
     layers = target.reference.model.layers
@@ -233,3 +241,37 @@ def test_lists_show_one_without_a_tokenizer(tiny: Callable, tiny_of: Callable, t
         assert not fields["capabilities"]["chat"] and "cannot run by itself" in fields["plan"]["reason"]
         assert "--draft" in show._chats(checkpoint.facts)
     assert pull._fits(folder, EngineOptions()) == (None, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gguf_is_the_same_assistant(name: str, tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    one = assistant_of(tiny_of, tiny(name))
+    target = open_model(tiny(name).save(tmp_path / "target")).facts
+    ours = [open_model(one.save(tmp_path / "hf")), open_model(as_gguf(one, tmp_path / "mtp-tiny.gguf"))]
+    whole, packed = (load_assistant(checkpoint, LoadOptions(exact=True), target) for checkpoint in ours)
+    assert packed.sources == whole.sources and ours[1].facts.num_layers == 3 and not ours[1].facts.extra_layers
+    assert ours[1].facts.num_params == ours[0].facts.num_params
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(packed.head(x), whole.head(x)) and torch.equal(packed.after(x), whole.after(x))
+    both = torch.cat([x, x, x, x], 1)[:, :88]
+    assert torch.equal(packed.before(both), whole.before(both))
+
+
+def test_a_drafter_next_to_a_gguf_model_drafts_by_itself(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    one = tiny("gemma4-e2b")
+    path = write_gguf(tmp_path / "tiny.gguf", one.config, one.tensors, gguf.GGMLQuantizationType.F32)
+    as_gguf(assistant_of(tiny_of, one), tmp_path / "mtp-gemma-4-tiny.gguf")
+
+    def answered(llm: LLM) -> list[int]:
+        return llm.generate("t5 t6 t7", SamplingParams(seed=3, max_tokens=24, ignore_eos=True)).completions[0].token_ids
+
+    with LLM(path, ctx=256, speculation="off") as llm:
+        wanted = answered(llm)
+    with LLM(tmp_path, ctx=256, speculation="draft", debug_invariants=True) as llm:
+        assert llm.path == tmp_path  # the folder has one model
+    with LLM(path, ctx=256, speculation="draft", debug_invariants=True) as llm:
+        assert answered(llm) == wanted and llm.engine.stats().num_draft_tokens > 12 and not llm.state().warnings
+    as_gguf(assistant_of(tiny_of, tiny("gemma4")), tmp_path / "mtp-gemma-4-tiny.gguf")
+    with LLM(path, ctx=256) as llm:
+        assert answered(llm) == wanted and llm.engine.runner.listener is None
+        assert any("mtp-gemma-4-tiny.gguf next to the model does not draft" in line for line in llm.state().warnings)
