@@ -27,7 +27,7 @@ from .architectures.sharding import Shard
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import load_layer
-from .loader import Loading
+from .loader import Loading, device_failures
 from .model import DecoderLayer, Model
 from .reader import LoadOptions
 
@@ -92,8 +92,13 @@ class AssistantModel:
 def load_assistant(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:
     """Load every weight of `checkpoint`, whose facts fit `target` (`read_layers`).
 
-    Raises BadModelFile or UnsupportedFormat.
+    Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
+    with device_failures(checkpoint):
+        return _load(checkpoint, options, target)
+
+
+def _load(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:
     facts = checkpoint.facts
     own, sources = facts.assistant, read_layers(facts, target)
     assert own is not None and sources is not None
