@@ -207,6 +207,15 @@ def test_the_plan_counts_every_tensor_of_an_assistant(
         assert checkpoint.facts.weight_bytes == sum(info.nbytes for info in checkpoint.tensors.values())
 
 
+def test_layers_of_one_kind_share_a_table_of_rotations(
+    tiny: Callable, tiny_of: Callable, loaded: Callable, tmp_path: Path
+) -> None:
+    """The plan counts one per rotation: 134 MB for 131,072 positions and heads of 256."""
+    own = loaded_for(assistant_of(tiny_of, tiny("gemma4")), loaded("gemma4"), tmp_path)
+    assert len(own.layers) == 3 and len({id(rope) for _, rope in own.views}) == len(own.views) == 2
+    assert [view for *_, view in own.calls] == [0, 0, 1]
+
+
 def test_a_full_gpu_is_reported_as_for_any_model(
     tiny: Callable, tiny_of: Callable, loaded: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
