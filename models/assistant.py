@@ -27,7 +27,7 @@ from .architectures.sharding import Shard
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import load_layer
-from .loader import Loading
+from .loader import Loading, device_failures
 from .model import DecoderLayer, Model
 from .reader import LoadOptions
 
@@ -48,13 +48,18 @@ class Clusters:
 
 @dataclass(frozen=True, slots=True)
 class AssistantModel:
-    """The loaded weights. `sources`: the layer of the larger model that each layer reads."""
+    """The loaded weights.
+
+    calls    each layer with the number of its view
+    sources  the layer of the larger model that each layer reads
+    views    (a layer of the larger model, rotation): what layers of one kind share
+    """
 
     facts: ModelFacts
     layers: tuple[DecoderLayer, ...]
     calls: tuple[LayerCall, ...]
     sources: tuple[int, ...]
-    ropes: tuple[RopeTable, ...]  # of each layer
+    views: tuple[tuple[int, RopeTable], ...]
     before: Linear
     after: Linear
     norm: Norm
@@ -71,7 +76,7 @@ class AssistantModel:
 
     def reserve_positions(self, length: int) -> None:
         """As of `Model`."""
-        for rope in self.ropes:
+        for _, rope in self.views:
             rope.reserve(length)
 
     def forget_pages(self) -> None:
@@ -92,14 +97,22 @@ class AssistantModel:
 def load_assistant(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:
     """Load every weight of `checkpoint`, whose facts fit `target` (`read_layers`).
 
-    Raises BadModelFile or UnsupportedFormat.
+    Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
+    with device_failures(checkpoint):
+        return _load(checkpoint, options, target)
+
+
+def _load(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:
     facts = checkpoint.facts
     own, sources = facts.assistant, read_layers(facts, target)
     assert own is not None and sources is not None
     loading = Loading(checkpoint, Shard(_without_own_key(facts)), options)
     embedding, head = loading.tables()
     layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
+    ropes = {rope: loading.rope(rope) for rope in facts.ropes}
+    kinds = [(source, mixer.rope) for source, mixer in zip(sources, facts.attention, strict=True)]
+    views = list(dict.fromkeys(kinds))
     shapes = own.linears(facts.hidden_size)
     before, after, *rest = (loading.linear("draft", (name,), (shape,)) for name, shape in shapes.items())
     clusters = None
@@ -108,9 +121,9 @@ def load_assistant(checkpoint: OpenModel, options: LoadOptions, target: ModelFac
     return AssistantModel(
         facts=facts,
         layers=layers,
-        calls=tuple((layer.mixer, layer.ffn, index) for index, layer in enumerate(layers)),
+        calls=tuple((layer.mixer, layer.ffn, views.index(kind)) for layer, kind in zip(layers, kinds, strict=True)),
         sources=sources,
-        ropes=tuple(loading.rope(mixer.rope) for mixer in facts.attention),
+        views=tuple((source, ropes[rope]) for source, rope in views),
         before=before,
         after=after,
         norm=loading.norm("model.norm", facts.hidden_size),
@@ -161,7 +174,7 @@ def draft(
     positions, length = batch.positions + 1, max(batch.seq_lens) + 1
     group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
     views: list[View] = []
-    for source, rope in zip(own.sources, own.ropes, strict=True):
+    for source, rope in own.views:
         pages = batch.groups[group_of[source]]
         views.append((*rope.rows(positions, length), pages.block_table, pages.slot_mapping))
     x = model.table.decoder(x, own.calls, kept, views, batch.cu_query_lens, batch.seq_lens_tensor, None)

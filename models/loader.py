@@ -9,6 +9,8 @@ result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -45,7 +47,7 @@ from .vision_grid import load_grid_tower
 from .vision_pooled import AnyTower, load_patches, load_pooled_tower
 from .vision_rows import load_row_tower
 
-__all__ = ["LoadOptions", "Loading", "load_model"]
+__all__ = ["LoadOptions", "Loading", "device_failures", "load_model"]
 
 _CHANGES_RESULT = {  # part of a tensor name -> the feature it belongs to; refused if the architecture does not read it
     "lora_": "a LoRA adapter",
@@ -65,12 +67,19 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     Raises BadModelFile, UnsupportedModel or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
     options = options or LoadOptions()
-    try:
+    with device_failures(checkpoint):
         facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
         if options.ranks is None:
             return Loading(checkpoint, Shard(facts), options).model()
         found = shard(facts, options.ranks.share, partial(column_unit, checkpoint))
         return Loading(checkpoint, found, options).model()
+
+
+@contextmanager
+def device_failures(checkpoint: OpenModel) -> Iterator[None]:
+    """Turn failures of the GPU while loading into OutOfMemory or DeviceError."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise OutOfMemory(

@@ -5,6 +5,7 @@ GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias 
                         ffn_gate_up_exps: gate rows first; in old, unstacked files: ffn_gate.{e}.weight [N, K]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
                         altup_proj, altup_unembd_proj [streams - 1, N, K] -> altup_proj.{number}.weight
+                        ffn_gate_inp_shexp [K] -> [1, K]: llama-quantize drops leading dimensions of 1
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
     compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], down_proj likewise
@@ -40,6 +41,7 @@ from .mapped_file import TensorInfo, bad
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
 _GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # per head or stream
+_GGUF_ROW = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
@@ -76,6 +78,8 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
         for expert in range(min(weights.shape[0], MAX_EXPERTS) if weights is not None and weights.shape else 0):
             for kind in match[2].split("_"):
                 yield replace(info, name=f"{match[1]}{expert}.{kind}_proj.{_PROJECTION_SUFFIXES[match[3]][0]}")
+    elif dims == 1 and _GGUF_ROW.fullmatch(name):
+        yield replace(info, shape=(1, *info.shape))
     elif not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
         yield info
     elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:

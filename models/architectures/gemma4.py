@@ -128,7 +128,10 @@ class Gemma4(Architecture):
         given = "" if config.is_null("use_bidirectional_attention") else keys.raw("use_bidirectional_attention")
         both_ways: Bidirectional = "" if given != "vision" else "all" if unified else "windowed"
         vision = gemma4_vision(config.tower, both_ways, unified)
-        return replace(stack.facts(config, config.context), vision=vision, assistant=assistant)
+        facts = stack.facts(config, config.context)
+        if assistant is not None and assistant.clusters and not facts.tied_embeddings:
+            raise config.unsupported(f"{config.source} with use_ordered_embeddings and an untied head")
+        return replace(facts, vision=vision, assistant=assistant)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
@@ -167,8 +170,10 @@ class Gemma4(Architecture):
         start = found.top["model.norm"].removesuffix("norm")
         tables = (name for name in GGUF_TOP if name.startswith("model."))
         top = {**found.top, **{name: start + name.removeprefix("model.") for name in tables}}
-        top |= {name: name for name in Assistant(1, 1).linears(1)}
-        return replace(found, top=top, parts=gemma4_parts(checkpoint))
+        beside = Assistant(1, 1).linears(1)
+        top |= {name: name for name in beside}
+        text = (*found.text, *dict.fromkeys(f"{name.partition('.')[0]}." for name in beside))
+        return replace(found, top=top, parts=gemma4_parts(checkpoint), text=text)
 
 
 _KINDS = ("full", "sliding")

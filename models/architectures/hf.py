@@ -106,18 +106,22 @@ class HfConfig(Config):
         """The rotations of full-attention and of windowed layers, and the context length. `full_theta` and
         `local_theta` are defaults; without `local_theta`, both share one theta.
 
-        Scaling that is stated once applies to the full-attention layers.
+        Scaling that is stated once applies to the full-attention layers. Values in the file, in either layout, take
+        precedence over the defaults of the type.
         """
         given, keys = self.given, self.keys
-        parameters = object_of(given, "rope_parameters") or object_of(keys, "rope_parameters")
+        stated = object_of(given, "rope_parameters")
+        parameters = stated or object_of(keys, "rope_parameters")
         nested = {}
         for kind in ("full_attention", "sliding_attention"):
             nested[kind] = {} if parameters.get(kind) is None else parameters[kind]
             if not isinstance(nested[kind], dict):
                 raise given.fail(f"rope_parameters.{kind}", "must be an object")
         flat = {} if any(nested.values()) else parameters
+        outside = {key: given.raw(key) for key in ("rope_theta", "partial_rotary_factor") if given.raw(key) is not None}
+        below, above = ({}, nested["full_attention"]) if stated else (nested["full_attention"] | outside, {})
         theta = keys.number("rope_theta", 1.0, 1e15, full_theta)
-        full = {"rope_theta": theta} | object_of(given, "rope_scaling") | flat | nested["full_attention"]
+        full = {"rope_theta": theta} | below | object_of(given, "rope_scaling") | flat | above
         local = {"rope_theta": keys.number("rope_local_base_freq", 1.0, 1e15, local_theta or full["rope_theta"])}
         rope, context = self.rope_from(full)
         return rope, self.rope_from(local | nested["sliding_attention"])[0], context
@@ -229,9 +233,9 @@ class HfConfig(Config):
 
     @property
     def window(self) -> int | None:
-        """`sliding_window`; an explicit null turns a default off."""
+        """`sliding_window`; an explicit null or 0 turns a default off."""
         absent = self.is_null("sliding_window") or self.keys.raw("sliding_window") is None
-        return None if absent else self.keys.integer("sliding_window", 1, MAX_CONTEXT)
+        return None if absent else self.keys.integer("sliding_window", 0, MAX_CONTEXT) or None
 
     def windows(self, windowed: Callable[[int], bool], *, enabled: bool = True) -> tuple[int | None, ...]:
         """The window of each layer, by `layer_types`, or by `windowed` if absent. Without `enabled` there are none."""
@@ -240,7 +244,8 @@ class HfConfig(Config):
             return tuple(window if windowed(layer) else None for layer in range(self.num_layers))
         types = self.layer_types(("full_attention", "sliding_attention"))
         if window is None and enabled and "sliding_attention" in types:
-            raise self.keys.fail("sliding_window", "is missing, but layer_types names windowed layers")
+            what = "is missing" if self.given.raw("sliding_window") is None else "is 0"
+            raise self.keys.fail("sliding_window", f"{what}, but layer_types names windowed layers")
         return tuple(window if item == "sliding_attention" else None for item in types)
 
     def layer_types(

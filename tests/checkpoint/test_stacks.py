@@ -58,6 +58,14 @@ def test_old_gguf_files_keep_experts_apart(tmp_path: Path) -> None:
     assert list(found.tensors) == ["blk.0.ffn_down_exps.1.weight"]
 
 
+def test_the_gate_of_a_shared_expert_is_a_row(tmp_path: Path) -> None:
+    """llama-quantize writes it as a vector, the converter itself as a matrix of one row."""
+    name = "blk.3.ffn_gate_inp_shexp.weight"
+    for values in (numbers(5000), numbers(1, 5000)):
+        found = checkpoint(tmp_path / "f", {name: ("F32", values)})
+        assert np.array_equal(read(found, name), values.reshape(1, 5000))
+
+
 def test_experts_of_transformers_5(tmp_path: Path) -> None:
     gate_up, down = numbers(2, 6, 5), numbers(2, 5, 3)
     tensors = {f"{HF}gate_up_proj": ("F32", gate_up), f"{HF}down_proj": ("F32", down)}

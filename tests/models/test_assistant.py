@@ -19,11 +19,11 @@ from localllm.device.fake import MACHINES
 from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.speculation import Speculation
-from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
+from localllm.errors import BadModelFile, ConfigError, OutOfMemory, UnsupportedModel
 from localllm.hub import local
 from localllm.models.architectures import open_model
 from localllm.models.assistant import AssistantModel, load_assistant
-from localllm.models.loader import LoadOptions
+from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 from localllm.plan.planner import Planner
 from localllm.request import SamplingParams
@@ -208,6 +208,48 @@ def test_one_that_cannot_draft_is_refused(tiny: Callable, tiny_of: Callable, tmp
         cpu.plan(replace(facts, hidden_size=48))
     with pytest.raises(ConfigError, match="one device, not on 2"):
         replace(cpu, options=EngineOptions(draft="it", tensor_parallel=2)).plan(facts)
+
+
+@pytest.mark.parametrize("more", [{}, ORDERED], ids=["all tokens", "ordered"])
+def test_the_plan_counts_every_tensor_of_an_assistant(
+    more: dict[str, Any], tiny: Callable, tiny_of: Callable, tmp_path: Path
+) -> None:
+    """Those beside the decoder are 33 MB of gemma-4-31B-it-assistant."""
+    with open_model(assistant_of(tiny_of, tiny("gemma4"), **more).save(tmp_path)) as checkpoint:
+        assert checkpoint.facts.weight_bytes == sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def test_layers_of_one_kind_share_a_table_of_rotations(
+    tiny: Callable, tiny_of: Callable, loaded: Callable, tmp_path: Path
+) -> None:
+    """The plan counts one per rotation: 134 MB for 131,072 positions and heads of 256."""
+    own = loaded_for(assistant_of(tiny_of, tiny("gemma4")), loaded("gemma4"), tmp_path)
+    assert len(own.layers) == 3 and len({id(rope) for _, rope in own.views}) == len(own.views) == 2
+    assert [view for *_, view in own.calls] == [0, 0, 1]
+
+
+def test_a_full_gpu_is_reported_as_for_any_model(
+    tiny: Callable, tiny_of: Callable, loaded: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(reader: Loading) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    one, model = assistant_of(tiny_of, tiny("gemma4")), loaded("gemma4")
+    monkeypatch.setattr(Loading, "tables", full)
+    with pytest.raises(OutOfMemory, match="the GPU ran out of memory while loading: CUDA out of memory"):
+        loaded_for(one, model, tmp_path)
+
+
+def test_ordered_embeddings_with_a_head_of_their_own_are_refused(
+    tiny: Callable, tiny_of: Callable, tmp_path: Path
+) -> None:
+    """Logits of a few tokens are computed from rows of the embedding."""
+    target = tiny("gemma4")
+    head = {"lm_head.weight": torch.randn(99, 24)}
+    untied = {"tie_word_embeddings": False}
+    assert not open_model(assistant_of(tiny_of, target).save(tmp_path / "all", head, **untied)).facts.tied_embeddings
+    with pytest.raises(UnsupportedModel, match="use_ordered_embeddings and an untied head"):
+        _ = open_model(assistant_of(tiny_of, target, **ORDERED).save(tmp_path / "few", head, **untied)).facts
 
 
 def test_files_of_an_assistant_that_are_damaged_are_refused(

@@ -221,6 +221,8 @@ def write_gguf(
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch in ("gemma", "gemma2", "gemma3") and module.endswith("norm"):
             tensor = tensor + 1
+        if module.endswith("shared_expert_gate"):
+            tensor = tensor.squeeze(0)  # as llama-quantize leaves it
         plain = tensor.ndim == 1 or suffix in ("bias", "A_log", "D")
         plain |= any(part in name for part in ("ffn_gate_inp", "conv1d", ".conv.conv."))
         stored = gguf.GGMLQuantizationType.F32 if plain else kind

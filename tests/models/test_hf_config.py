@@ -189,6 +189,29 @@ def test_llama4_as_it_is_published() -> None:
         facts_of(config | {"no_rope_layers": [1, 0]})
 
 
+LAGUNA = {"model_type": "laguna", "num_hidden_layers": 4, "gating": "per-element", "max_position_embeddings": 131_072}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "attention_factor": 1.0}
+
+
+def test_laguna_m_states_no_window_as_0() -> None:
+    nested = {"full_attention": YARN | {"rope_theta": 500_000.0, "partial_rotary_factor": 1.0}}
+    facts = facts_of(LAGUNA | {"sliding_window": 0, "rope_parameters": nested})
+    assert facts.windows == (None,) * 4 and facts == facts_of(LAGUNA | {"rope_parameters": nested})
+    with pytest.raises(BadModelFile, match="sliding_window: is 0, but layer_types names windowed layers"):
+        facts_of(LAGUNA | {"sliding_window": 0, "layer_types": ["full_attention", "sliding_attention"] * 2})
+
+
+def test_rope_stated_in_the_old_layout_takes_precedence_over_defaults_of_the_type() -> None:
+    """Conversions of Laguna M.1 state it beside the rest of the configuration; half of a head is the default."""
+    old = {"rope_theta": 400_000.0, "partial_rotary_factor": 1.0, "rope_scaling": YARN}
+    nested = {"full_attention": YARN | {"rope_theta": 400_000.0, "partial_rotary_factor": 1.0}}
+    facts = facts_of(LAGUNA | old)
+    rope = facts.layers[0].mixer.rope
+    assert (rope.dim, rope.theta, rope.scaling, rope.attention_factor) == (128, 400_000.0, "yarn", 1.0)
+    assert facts == facts_of(LAGUNA | {"rope_parameters": nested}) and facts.max_context == 131_072
+    assert facts_of(LAGUNA | {"rope_scaling": YARN}).layers[0].mixer.rope.dim == 64
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
