@@ -15,9 +15,10 @@ from torch import Tensor
 from localllm.checkpoint.mapped_file import bad
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import LayerCall, Linear, Norm, View, forget, linears_of, nbytes_of
+from localllm.kernels.layer_weights import HeadWeights, LayerCall, Linear, Norm, View, forget, linears_of, nbytes_of
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
+from localllm.kernels.table import KernelTable
 
 from .architectures import OpenModel
 from .architectures.facts import ModelFacts, read_layers
@@ -30,6 +31,7 @@ from .layers import load_layer
 from .loader import Loading, device_failures
 from .model import DecoderLayer, Model
 from .reader import LoadOptions
+from .samples import model_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class AssistantModel:
     embedding: Embedding  # its rows are those of `head`
     head: Linear
     clusters: Clusters | None
+    table: KernelTable
 
     @property
     def weight_bytes(self) -> int:
@@ -108,28 +111,37 @@ def _load(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> As
     own, sources = facts.assistant, read_layers(facts, target)
     assert own is not None and sources is not None
     loading = Loading(checkpoint, Shard(_without_own_key(facts)), options)
+    shapes = model_shapes(loading.facts, loading.op_facts())
+    table = loading.op_table(shapes)
     embedding, head = loading.tables()
     layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
     ropes = {rope: loading.rope(rope) for rope in facts.ropes}
     kinds = [(source, mixer.rope) for source, mixer in zip(sources, facts.attention, strict=True)]
     views = list(dict.fromkeys(kinds))
-    shapes = own.linears(facts.hidden_size)
-    before, after, *rest = (loading.linear("draft", (name,), (shape,)) for name, shape in shapes.items())
+    linears = own.linears(facts.hidden_size)
+    before, after, *rest = (loading.linear("draft", (name,), (shape,)) for name, shape in linears.items())
     clusters = None
     if own.clusters:
         clusters = Clusters(rest[0], _tokens(checkpoint, own.clusters).to(loading.device), own.chosen)
+    norm, numbers = loading.norm("model.norm", facts.hidden_size), [views.index(kind) for kind in kinds]
+    if loading.selftest is not None:
+        of_views = [ropes[rope] for _, rope in views]
+        ends = embedding, HeadWeights(norm, head, facts.logit_softcap)
+        table = loading.segments(shapes, table, layers, numbers, of_views, *ends)
+        loading.selftest.save()
     return AssistantModel(
         facts=facts,
         layers=layers,
-        calls=tuple((layer.mixer, layer.ffn, views.index(kind)) for layer, kind in zip(layers, kinds, strict=True)),
+        calls=tuple((layer.mixer, layer.ffn, view) for layer, view in zip(layers, numbers, strict=True)),
         sources=sources,
         views=tuple((source, ropes[rope]) for source, rope in views),
         before=before,
         after=after,
-        norm=loading.norm("model.norm", facts.hidden_size),
+        norm=norm,
         embedding=embedding,
         head=head,
         clusters=clusters,
+        table=table,
     )
 
 
@@ -177,7 +189,7 @@ def draft(
     for source, rope in own.views:
         pages = batch.groups[group_of[source]]
         views.append((*rope.rows(positions, length), pages.block_table, pages.slot_mapping))
-    x = model.table.decoder(x, own.calls, kept, views, batch.cu_query_lens, batch.seq_lens_tensor, None)
+    x = own.table.decoder(x, own.calls, kept, views, batch.cu_query_lens, batch.seq_lens_tensor, None)
     x = rms_norm(x, own.norm.weight, own.norm.eps)
     return own.after(x), _likeliest(own, x)
 

@@ -9,7 +9,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,9 @@ from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
 from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, rows_within, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear
-from localllm.kernels.table import kernel_table
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.table import KernelTable, kernel_table
+from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
@@ -36,7 +38,7 @@ from .architectures.vision import GridFacts, ImageFacts, PatchFacts, PooledFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
-from .model import Model
+from .model import DecoderLayer, Model
 from .parallel import ParallelModel
 from .predictor import load_predictor
 from .ranks import Gathered, VocabularyRows
@@ -94,15 +96,10 @@ class Loading(Reader):
     """One load in progress, from checkpoint to `Model`."""
 
     def model(self) -> Model:
-        facts, options, ranks = self.facts, self.options, self.options.ranks
+        facts, ranks = self.facts, self.options.ranks
         self._refuse_unknown_parts()
         shapes = model_shapes(facts, self.op_facts())
-        if self.selftest is None:
-            table = kernel_table(shapes.facts, options.disabled)
-        else:
-            for smaller in head_sizes(facts, shapes):  # a kernel that fails here is disabled for all head sizes
-                self.selftest.table(smaller, options.disabled)
-            table = self.selftest.table(shapes, options.disabled)
+        table = self.op_table(shapes)
         embedding, linear = self.tables()
         layers = [load_layer(self, index) for index in range(*self.span)]
         norm = None
@@ -119,12 +116,7 @@ class Loading(Reader):
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None and ranks is None:  # fused segments do not support ranks
             seen, views = layer_views(facts)
-            samples = layer_samples(layers, views)
-
-            def turned(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-                return ropes[seen[view][1]].rows(positions, POSITIONS)
-
-            table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
+            table = self.segments(shapes, table, layers, views, [ropes[rope] for _, rope in seen], embedding, head)
         if self.selftest is not None:
             self.selftest.save()
         parts = facts, groups, embedding, layers, head, ropes, table
@@ -137,6 +129,34 @@ class Loading(Reader):
             return model  # only rank 0 reads images
         model.tower = None if facts.vision is None else self.tower(facts.vision)
         return model
+
+    def op_table(self, shapes: ModelShapes) -> KernelTable:
+        """The fastest implementations of the ops that pass their self-tests."""
+        disabled = self.options.disabled
+        if self.selftest is None:
+            return kernel_table(shapes.facts, disabled)
+        for smaller in head_sizes(self.facts, shapes):  # a kernel that fails here is disabled for all head sizes
+            self.selftest.table(smaller, disabled)
+        return self.selftest.table(shapes, disabled)
+
+    def segments(
+        self,
+        shapes: ModelShapes,
+        table: KernelTable,
+        layers: Sequence[DecoderLayer],
+        views: Sequence[int],
+        ropes: Sequence[RopeTable],
+        embedding: Embedding,
+        head: HeadWeights,
+    ) -> KernelTable:
+        """`table` without the fused segments that fail their self-tests on these layers. `ropes`: of each view."""
+        assert self.selftest is not None
+
+        def turned(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return ropes[view].rows(positions, POSITIONS)
+
+        samples = layer_samples(layers, views)
+        return self.selftest.segments(shapes, table, samples, embedding, head, turned, self.options.disabled)
 
     def tower(self, facts: ImageFacts) -> AnyTower:
         """Load the vision tower."""
