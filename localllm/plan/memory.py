@@ -400,7 +400,10 @@ class Memory:
             terms["activations"] += rows * 4 * self.facts.hidden_size
         if self.drafter is not None:
             theirs = self.drafter.work_terms(self.draft_ctx(ctx))
-            terms["activations"] = max(terms["activations"], theirs["activations"])
+            own = self.drafter.facts.assistant
+            picked = own.picked(self.drafter.facts.vocab_size) if own is not None else 0
+            gathered = self.options.max_parallel * picked * self.drafter.facts.hidden_size * (2 + 4)
+            terms["activations"] = max(terms["activations"], theirs["activations"] + gathered)
             if "graphs" in theirs:
                 terms["graphs"], terms["tables"] = (terms[name] + theirs[name] for name in ("graphs", "tables"))
             else:

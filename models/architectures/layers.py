@@ -265,6 +265,10 @@ class Assistant:
     clusters: int = 0  # of the vocabulary; 0: logits are computed for all tokens
     chosen: int = 0  # clusters whose tokens get a logit
 
+    def picked(self, vocab_size: int) -> int:
+        """Tokens of the chosen clusters, whose rows of the head are gathered for every draft."""
+        return self.chosen * vocab_size // self.clusters if self.clusters else 0
+
     def linears(self, own: int) -> dict[str, tuple[int, int]]:
         shapes = {"pre_projection": (own, 2 * self.hidden), "post_projection": (self.hidden, own)}
         return shapes | ({"masked_embedding.centroids": (self.clusters, own)} if self.clusters else {})
