@@ -143,6 +143,8 @@ class Config(ABC):
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
         """The facts of the whole model; `changes` override fields, `eps` is the default for files without one."""
+        if self.keys.raw("clip_qkv") is not None:
+            raise self.unsupported(f"{self.source} with clip_qkv")
         if not any(isinstance(layer.mixer, Paged) for layer in layers):
             raise self.unsupported(f"{self.source} without a full-attention layer")
         tensors, usage = self.checkpoint.tensors, self.usage()

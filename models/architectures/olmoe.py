@@ -28,8 +28,6 @@ class Olmoe(Architecture):
     gguf_types = ("olmoe",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        if config.keys.raw("clip_qkv") is not None:
-            raise config.unsupported(f"{config.source} with clip_qkv")
         renormalise = config.keys.flag("norm_topk_prob")
         experts = config.mixture("num_experts", "intermediate_size", config.activation(), renormalise=renormalise)
         return _facts(config, *config.rope(), experts)

@@ -219,6 +219,7 @@ def test_rope_stated_in_the_old_layout_takes_precedence_over_defaults_of_the_typ
         ({"model_type": "granite_swa", "layer_rope_theta": [0.5] * 24}, "0 or numbers from 1"),
         ({"model_type": "mellum", "mlp_layer_types": ["dense", "wide"] * 14}, "layers of type wide"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "with clip_qkv"),
+        ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "with clip_qkv"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "relu2 is supported"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "with use_sliding_window"),
     ],
