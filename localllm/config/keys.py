@@ -135,7 +135,7 @@ class EngineOptions:
         " exact but faster on some CPUs (docs/quality.md); auto: unrounded on a GPU, 16 bits on the CPU",
     )
     ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto: what fits, up to the model's limit")
-    kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
+    kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "data type of the KV cache")
     gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "maximum fraction of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
     threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto: one per usable core")
@@ -157,7 +157,7 @@ class EngineOptions:
         choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",
         "speculative decoding, which changes no answer; ngram: continue repeated text; draft: ask the draft model; mtp:"
-        " use the model's own prediction head; auto: whatever measures faster",
+        " use the model's MTP head; auto: whatever measures faster",
     )
     mmproj: str = _key(
         TEXT,

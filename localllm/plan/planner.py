@@ -223,14 +223,14 @@ class Planner:
         """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
         if facts.assistant is not None:
             name = facts.name or facts.source_architecture
-            what = f"{name} only drafts tokens for a Gemma 4 model, whose keys and values it reads"
+            what = f"{name} only drafts tokens for a Gemma 4 model, whose KV cache it reads"
             raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
         draft = self._drafts
         if draft is None or draft.assistant is None:
             return
         name = self.options.draft or draft.name
         if self.options.tensor_parallel not in (1, "auto"):
-            what = f"{name} reads the keys and values of a model on one device, not on {self.options.tensor_parallel}"
+            what = f"{name} reads the KV cache of a model on one device, not on {self.options.tensor_parallel}"
             raise ConfigError(what, "use --tensor-parallel 1, or leave --draft out")
         theirs = draft.assistant.hidden, draft.vocab_size
         if theirs != (facts.hidden_size, facts.vocab_size):
@@ -241,7 +241,7 @@ class Planner:
             )
         if read_layers(draft, facts) is None:
             raise ConfigError(
-                f"{name} reads keys and values of other shapes than the layers of this model keep",
+                f"{name} reads a KV cache of another shape than this model's layers have",
                 "give --draft the assistant that was published with this model, or leave it out",
             )
 
@@ -327,10 +327,10 @@ def _check(facts: ModelFacts, options: EngineOptions) -> None:
     """Raise ConfigError for invalid values that `EngineOptions` does not check."""
     if options.quant not in ("auto", "", *TARGET_BYTES):
         raise ConfigError(
-            f"quant is {options.quant!r}, but must be one of auto, {', '.join(TARGET_BYTES)}", "use --quant auto"
+            f"quant must be one of auto, {', '.join(TARGET_BYTES)}, not {options.quant!r}", "use --quant auto"
         )
     if options.prefill_budget is not None and options.prefill_budget < 1:
-        raise ConfigError(f"prefill_budget is {options.prefill_budget}, but must be at least 1", "leave it out")
+        raise ConfigError(f"prefill_budget must be at least 1, not {options.prefill_budget}", "leave it out")
     if isinstance(options.ctx, int) and options.ctx > facts.max_context:
         raise ConfigError(
             f"ctx {options.ctx:,} exceeds the model's maximum context of {facts.max_context:,} tokens",

@@ -112,7 +112,7 @@ class DeepseekV2(Architecture):
         keys = config.keys
         key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
         if rope.dim >= key_dim or rope.dim % 2:
-            what = f"is {rope.dim}; it must be even and less than the key size {key_dim}"
+            what = f"must be even and less than the key size {key_dim}, not {rope.dim}"
             raise keys.fail("rope.dimension_count", what)
         value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
         attention = _attention(

@@ -60,7 +60,7 @@ class Actions(Stream):
         if self.current is not None:
             return f"{label('chat.stop')} stop · {label('app.help')} help"
         if self.state.facts.times_kernels:
-            return f"timing kernels for this card · {label('chat.stop')} stop · {label('app.help')} help"
+            return f"timing kernels for this GPU · {label('chat.stop')} stop · {label('app.help')} help"
         if self.app.size.width < 100:
             return f"^P palette · {label('app.help')} help"
         return f"^P palette · {label('models.open')} models · {label('engine.open')} engine · {label('app.help')} help"

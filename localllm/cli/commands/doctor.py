@@ -79,7 +79,7 @@ def doctor(
     ] = None,
     strict: Annotated[bool, Option("--strict", help="Fail on warnings as well.")] = False,
     kernels: Annotated[
-        bool, Option("--kernels", help="Kernels by op, for this card or a named one (sm_75 ... sm_121, cpu).")
+        bool, Option("--kernels", help="Kernels by op, for this GPU or a named one (sm_75 ... sm_121, cpu).")
     ] = False,
     listing: Annotated[bool, Option("--list", help="List the checks.")] = False,
 ) -> int:

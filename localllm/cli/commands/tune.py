@@ -1,4 +1,4 @@
-"""This machine: Time kernel tile sizes on this card now"""
+"""This machine: Time kernel tile sizes on this GPU now"""
 
 from __future__ import annotations
 
