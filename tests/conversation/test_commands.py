@@ -98,7 +98,7 @@ def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: p
         say("/export json which-way.json")
     say("/export")
     assert "· 2 of 3 messages\n" in (tmp_path / "which-way.md").read_text()
-    with pytest.raises(ConfigError, match="/export pdf: it must be md, json, html, or a path"):
+    with pytest.raises(ConfigError, match="/export must be followed by md, json, html or a path, not pdf"):
         say("/export pdf")
     for path in ("notes.txt", "./notes"):
         assert say(f"/export {path}") == f"wrote {path}"

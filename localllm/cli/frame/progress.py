@@ -171,7 +171,7 @@ class PlainProgress(Progress):
             self._console.say(f"download stalled for {self._stalled} at {self._percent} %, retrying")
         elif self._phase is not None and now - self._shown_at >= 2 * PLAIN_EVERY_S:
             self._shown_at = now
-            self._console.say(f"still {clean_line(self._phase.label)}, {seconds_short(now - self._phase_start)}")
+            self._console.say(f"{clean_line(self._phase.label)}: {seconds_short(now - self._phase_start)} so far")
 
 
 class BarProgress(Progress):
