@@ -227,11 +227,11 @@ def _ctx(session: Session, text: str) -> str:
     parts = {
         "instructions": count(talk.instructions) if talk.instructions else 0,
         "attachments": sum(count(text_of(one.content)) - count(one.user) for one in asked),
-        "pictures": pictures * picture_tokens(facts),
+        "images": pictures * picture_tokens(facts),
         "questions": sum(count(one.user) for one in turns),
         "answers": sum(count(one.text) for one in turns),
     }
-    parts["template and thinking"] = max(0, talk.used_tokens - sum(parts.values()))
+    parts["template and reasoning"] = max(0, talk.used_tokens - sum(parts.values()))
     to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
     parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)

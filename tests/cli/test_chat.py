@@ -196,7 +196,7 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:
     chat.child.send_signal(2)
     chat.wait_for("stopped by you")
     chat.wait_for("> ", times=2)
-    press_ctrl_c(chat, "Ctrl-C again")
+    press_ctrl_c(chat, "Ctrl+C again")
     press_ctrl_c(chat, "Continue:")
     assert chat.end() == 0
 

@@ -82,7 +82,7 @@ def test_a_picture_goes_with_the_prompt(invoke: Invoke, tmp_path: Path) -> None:
     piped = invoke("chat", "fake", "-a", str(tmp_path / "a.png"), stdin="hello")
     assert piped.stdout == "hello\n" and "a.png: 16 tokens" in piped.stderr
     refused = invoke("run", "fake-base", "what is it?", "-a", str(tmp_path / "a.png"))
-    assert refused.exit_code == 2 and "a.png is a picture, and fake-base reads text only" in refused.stderr
+    assert refused.exit_code == 2 and "a.png is an image, and fake-base reads text only" in refused.stderr
 
 
 def test_system_may_come_from_a_file(invoke: Invoke, tmp_path: Path) -> None:

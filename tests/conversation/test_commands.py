@@ -52,7 +52,7 @@ def test_the_context_is_what_the_engine_counted() -> None:
     assert say("/ctx").splitlines() == [
         "questions                    3",
         "answers                      2",
-        "template and thinking       73",
+        "template and reasoning      73",
         "free                    32,690   of 32k",
     ]
     first.forgotten = True

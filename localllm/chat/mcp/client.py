@@ -137,7 +137,7 @@ class McpTools:
             return
         try:
             self._run(self._close_all()).result()
-        except BaseException:  # a second Ctrl-C: the process exits before the programs can be asked to end
+        except BaseException:  # a second Ctrl+C: the process exits before the programs can be asked to end
             from .stdio import kill_all
 
             kill_all()

@@ -158,7 +158,7 @@ def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
 
 
 def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:
-    """Measure, naming each measurement as it starts. Ctrl-C ends the run and keeps the results so far."""
+    """Measure, naming each measurement as it starts. Ctrl+C ends the run and keeps the results so far."""
     from localllm.doctor.probes import deep_checks, probes
 
     console = env.console

@@ -67,7 +67,7 @@ def run(
             "-a",
             "--attach",
             metavar="PATH",
-            help="A file, folder or picture to put before the prompt; repeatable.",
+            help="A file, folder or image to put before the prompt; repeatable.",
         ),
     ] = None,
     resume_last: Annotated[bool, Option("-c", "--continue", help="Continue the last saved chat.")] = False,

@@ -23,7 +23,7 @@ def tune(
 ) -> int:
     """Time up to eight tile sizes for every kernel and shape of a model on this GPU, and keep the fastest of each.
 
-    Without this command, the same happens in idle moments after the first answer. Ctrl-C stops and keeps the results.
+    Without this command, the same happens in idle moments after the first answer. Ctrl+C stops and keeps the results.
     """
     import torch
 

@@ -47,7 +47,7 @@ class Progress:
         """Report that time passed; called a few times a second."""
 
     def interrupted(self) -> str:
-        """Ctrl-C: return how to resume; empty when there is nothing to resume."""
+        """Ctrl+C: return how to resume; empty when there is nothing to resume."""
         return f"paused at {self._percent} %; run the same command to resume" if self._done < self._total else ""
 
     def close(self) -> None:
