@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,24 @@ def log_dir() -> Path:
 def is_projector(name: str) -> bool:
     """Whether a GGUF file's name marks it as an image tower (mmproj), not a model."""
     return "mmproj" in name.lower()
+
+
+def is_drafter(name: str) -> bool:
+    """Whether a GGUF file's name marks it as one that drafts for the model next to it, not a model."""
+    folder, _, file = name.lower().rpartition("/")
+    return file.startswith(("mtp-", "dflash-", "dspark-")) or folder.rpartition("/")[2] == "mtp"
+
+
+def are_models(names: Iterable[str]) -> list[str]:
+    """The GGUF files that are models: without image towers, and without drafters unless there is nothing else."""
+    files = [name for name in names if name.lower().endswith(".gguf") and not is_projector(name.rpartition("/")[2])]
+    return [name for name in files if not is_drafter(name)] or files
+
+
+def folders_near(path: Path) -> tuple[Path, ...]:
+    """Where files that belong to a GGUF model are: its own folder, then the top of its repository."""
+    top = path.parent.parent if path.parent.parent.parent.name == "snapshots" else path.parent
+    return tuple(dict.fromkeys((path.parent, top)))
 
 
 def projector_rank(name: str) -> int:

@@ -122,7 +122,7 @@ def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
         compiled = _compiled(template)
         pieces, size = [], 0
         for piece in compiled.generate(variables):
-            size += len(piece)
+            size += len(piece.encode(errors="surrogatepass"))
             if size > MAX_OUTPUT_BYTES:
                 return {"error": "size", "message": ""}
             pieces.append(piece)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
-from localllm.paths import is_projector
+from localllm.paths import are_models
 
 from .checkpoint import Checkpoint
 from .fields import Fields
@@ -73,7 +73,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     safetensors = [name for name in names if name.endswith(".safetensors")]
     if WHOLE_NAME in names and "config.json" in names:
         return _open_parts(folder, [folder / WHOLE_NAME], names)
-    models = [name for name in names if name.endswith(".gguf") and not is_projector(name)]
+    models = are_models(names)
     firsts = [name for name in models if not (found := _PART.match(name)) or int(found[2]) == 1]
     if len(firsts) == 1:
         return _open_gguf(inside(folder, firsts[0]), _tokenizer_files(folder, names))

@@ -165,7 +165,12 @@ class EngineOptions:
         "auto",
         "image encoder of a GGUF model; auto: the mmproj file next to it; off: none; or a file",
     )
-    draft: str = _key(TEXT, "", "smaller model with the same vocabulary for speculative decoding; empty for none")
+    draft: str = _key(
+        TEXT,
+        "",
+        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 drafter (mtp-*.gguf)"
+        " next to the model",
+    )
     adapters: tuple[str, ...] = _key(
         ADAPTERS, (), "LoRA adapters to load with the model, each as NAME=PATH; PATH is a PEFT folder"
     )

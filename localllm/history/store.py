@@ -99,10 +99,6 @@ class History:
             _upsert(connection, "chats", [chat_row], {"id", "created"})
             _upsert(connection, "messages", rows, {"id", "chat_id", "role", "created"})
 
-    def rename(self, chat_id: str, title: str) -> None:
-        with self._writing() as connection:
-            connection.execute("UPDATE chats SET title = ? WHERE id = ?", (_text(title), chat_id))
-
     def remove(self, chat_id: str) -> None:
         """Remove a chat with all its messages; their text is overwritten in the file."""
         with self._reading() as connection:

@@ -368,7 +368,7 @@ def _explain(
         also.append(f"{nearest.candidate.name} ({nearest.candidate.format}) would be larger: {nearest.note}")
     newer = [c.candidate for c in considered if c.candidate.needs]
     if newer:
-        names = list(dict.fromkeys(c.name for c in newer[-4:]))
+        names = list(dict.fromkeys(c.name for c in newer))[-4:]
         also.append(f"{', '.join(names)}: {'needs' if len(names) == 1 else 'need'} {NEWER}")
     return reason, tuple(also)
 

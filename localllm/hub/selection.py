@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from localllm.errors import BadModelFile, DownloadError, ModelNotFound, UnsupportedFormat
-from localllm.paths import is_projector, projector_rank
+from localllm.paths import are_models, is_projector, projector_rank
 
 from .listing import RepoFile, RepoInfo
 from .names import check_no_collision, shown
@@ -32,6 +32,7 @@ _SMALL = re.compile(
     re.IGNORECASE,
 )
 _DENSE = re.compile(r"\d+_Dense/model\.safetensors")  # dense layers after pooling: `checkpoint.text_modules`
+_DRAFTER = re.compile(r"mtp-gemma-?4[^/]*$", re.IGNORECASE)
 MAX_SMALL_BYTES = 128 << 20  # limit for a file other than weights; the largest tokenizers have 35 MB
 
 
@@ -50,14 +51,13 @@ def quant_label(file_name: str) -> str:
 
 
 def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
-    """Group GGUF file names into models, splits in order; leaves out projectors and calibration data.
+    """Group GGUF file names into models, splits in order; leaves out projectors, drafters and calibration data.
 
     Raises BadModelFile when a split is missing.
     """
     groups: dict[str, list[str]] = {}
-    for name in sorted(names):
-        last = name.rsplit("/", 1)[-1].lower()
-        if name.count("/") < 2 and last.endswith(".gguf") and not is_projector(last) and "imatrix" not in last:
+    for name in sorted(are_models(names)):
+        if name.count("/") < 2 and "imatrix" not in name.rsplit("/", 1)[-1].lower():
             groups.setdefault(_SPLIT.sub("", name), []).append(name)
     for stem, files in groups.items():
         parts = [_SPLIT.search(f) for f in files]
@@ -96,6 +96,14 @@ def projector_for(chosen: GgufSet, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(near, key=lambda n: ("/" not in n and bool(folder), projector_rank(n), n))[:1])
 
 
+def drafter_for(names: Iterable[str]) -> tuple[str, ...]:
+    """The file at the top level that drafts for the repository's Gemma 4 models, or () when there is none.
+
+    Files of other families have a head that is not supported in a file of its own.
+    """
+    return tuple(sorted(n for n in names if _DRAFTER.match(n) and n.lower().endswith(".gguf"))[:1])
+
+
 def safetensors_names(names: Iterable[str]) -> list[str]:
     """The weight files at the top level of a model folder, without a second copy in the vendor's own layout."""
     top = [n for n in names if n.endswith(".safetensors") and "/" not in n]
@@ -117,6 +125,7 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
         wanted = {
             *chosen.files,
             *projector_for(chosen, names),
+            *drafter_for(names),
             *(n for n in names if _SMALL.fullmatch(n) and not n.endswith((".json", ".jinja"))),
         }
     elif tensors and quant is None:

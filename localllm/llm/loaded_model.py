@@ -82,6 +82,7 @@ class LoadedModel(AdaptedModel):
         with self._explained_errors():
             self._checkpoint = open_model(self.path, self.options.mmproj)
             self.facts: ModelFacts = self._checkpoint.facts
+        self._draft_flaw = ""  # why the drafter next to the model is not used
         self._draft = self._find_draft(offline, cancel)
         self.sampling = recommended(self.facts, self.path)  # default parameters and their sources
         self.plan: Plan = self._planner.plan(self.facts, self.path)
@@ -91,7 +92,9 @@ class LoadedModel(AdaptedModel):
         # as stored, or the format that the linear layers are quantized to while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
         flaw = self.facts.predictor_flaw if self.plan.speculation == "auto" else ""
-        self._model_warnings = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
+        self._model_warnings = tuple(
+            filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw, self._draft_flaw))
+        )
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | SleepingRanks | None = None
@@ -125,15 +128,39 @@ class LoadedModel(AdaptedModel):
         ), resolved.pulled_as
 
     def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
-        """The draft model, if the options name one; the plan includes it."""
-        from localllm.llm.draft import Draft, check_head, is_wanted
+        """The draft model: the one that the options name, or the drafter next to the model. The plan includes it."""
+        from localllm.llm.draft import Draft, check_head, drafter_beside, is_wanted
 
         check_head(self.options, self.facts, self.name)
+        beside = drafter_beside(self._checkpoint.path, self.options, self.facts)
+        if beside is not None:
+            return self._drafter_beside(beside)
         if not is_wanted(self.options):
             return None
         found = Draft(self.options.draft, *self._find(self.options.draft, offline, cancel))
         self._planner = replace(self._planner, draft=found.facts)
         return found
+
+    def _drafter_beside(self, path: Path) -> Draft | None:
+        """The drafter next to the model; None, with a warning, if it cannot be used. Nobody asked for it."""
+        from localllm.llm.draft import Draft
+
+        draft, why = None, "there is no room for it"
+        try:
+            draft = Draft(path.name, path, "")
+            if draft.facts.assistant is None:
+                why = "it is not an assistant of Gemma 4"
+            else:
+                planner = replace(self._planner, draft=draft.facts)
+                if planner.plan(self.facts, self.path).fits:
+                    self._planner = planner
+                    return draft
+        except LocalLLMError as error:
+            why = error.message
+        if draft is not None:
+            draft.close()
+        self._draft_flaw = f"{path.name} next to the model does not draft for it: {why}"
+        return None
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -223,7 +223,7 @@ class Planner:
         """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
         if facts.assistant is not None:
             name = facts.name or facts.source_architecture
-            what = f"{name} only drafts tokens for a Gemma 4 model, whose KV cache it reads"
+            what = f"{name} drafts tokens for a larger Gemma 4 model and cannot run alone"
             raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
         draft = self._drafts
         if draft is None or draft.assistant is None:
@@ -241,7 +241,7 @@ class Planner:
             )
         if read_layers(draft, facts) is None:
             raise ConfigError(
-                f"{name} reads a KV cache of another shape than this model's layers have",
+                f"{name} expects a KV cache with other shapes than this model's",
                 "give --draft the assistant that was published with this model, or leave it out",
             )
 

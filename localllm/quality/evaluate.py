@@ -92,13 +92,18 @@ def evaluate(
             f"{model.name} and {reference.name} have different vocabularies: their distributions cannot be compared",
             "compare with another version of the same model",
         )
-    sums = _Sums()
-    for window in windows(ids, model):
+    parts, sums = list(windows(ids, model)), _Sums()
+    if not parts:
+        raise InvalidRequest(
+            f"a context of {model.plan.ctx} tokens is too small; at least {MIN_TOKENS} are needed", "use a larger --ctx"
+        )
+    total = sum(len(part) - 1 - CONTEXT_FREE for part in parts)
+    for window in parts:
         for targets, q, p in _rows(window, model, reference):
             if cancel is not None and cancel.is_set():
                 raise Aborted("stopped; nothing was saved")
             sums.add(targets, q, p)
-            tell(LoadProgress("evaluate", sums.counted, len(ids), f"perplexity {sums.perplexity:.2f}"))
+            tell(LoadProgress("evaluate", sums.counted, total, f"perplexity {sums.perplexity:.2f}"))
     return Quality(
         model=model.name,
         reference=reference.name if reference is not None else "",

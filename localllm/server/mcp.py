@@ -26,7 +26,7 @@ class OwnersTools:
         self._lock = asyncio.Lock()
         self._tools: McpTools | None = None
         self._threads = ThreadPoolExecutor(CALL_THREADS, "mcp")
-        self._once: OrderedDict[tuple[str, str, str], Result] = OrderedDict()  # results of approved calls
+        self._once: OrderedDict[tuple[str, str, str], asyncio.Task[Result]] = OrderedDict()  # approved calls
 
     @property
     def labels(self) -> list[str]:
@@ -56,13 +56,17 @@ class OwnersTools:
             cancel.set()
 
     async def call_once(self, approval: str, name: str, arguments: str) -> Result:
-        """Like `call`, but an approval that is sent again, after a lost response, gets the first result."""
+        """Like `call`, but an approval that is sent again, meanwhile or after a lost response, gets the first result.
+
+        Cancelling this coroutine does not end the call, whose result another request may be waiting for.
+        """
         key = (approval, name, arguments)
-        if key not in self._once:
-            self._once[key] = await self.call(name, arguments)
+        task = self._once.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            self._once[key] = task = asyncio.create_task(self.call(name, arguments))
             if len(self._once) > MAX_RESULTS:
                 self._once.popitem(last=False)
-        return self._once[key]
+        return await asyncio.shield(task)
 
     def close(self) -> None:
         """Stop all server processes."""

@@ -98,6 +98,10 @@ class Config(ABC):
         }
         return Attention(self.num_heads, self.num_kv_heads, self.head_dim, rope, **values | changes)
 
+    def activation(self, key: str = "hidden_act") -> str:
+        """The feed-forward layer's activation, by its name in `Dense`; GGUF has no key for it."""
+        return "silu"
+
     def dense(self, act: str = "silu") -> Dense:
         inner, fused = self.size("inner", 1, MAX_HIDDEN * 4), self.stores_module("mlp.gate_up_proj")
         return Dense(inner, act, self.stores("mlp.down_proj.bias"), fused)

@@ -98,7 +98,7 @@ class DeepseekV2(Architecture):
         if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
         if keys.flag("norm_topk_prob"):
-            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalised softmax weights)")
+            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalized softmax weights)")
         return _router(config, groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:

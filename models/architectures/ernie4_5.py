@@ -52,7 +52,7 @@ class Ernie4_5(Architecture):
         return config.facts(self.layers(config, replace(rope, permuted=False)), context)
 
     def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
-        layer = LayerFacts(config.attention(rope), config.dense(_act(config)))
+        layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
         return repeated(layer, (None,) * config.num_layers)
 
 
@@ -71,7 +71,7 @@ class Ernie4_5Moe(Ernie4_5):
     gguf_types = ("ernie4_5-moe",)
 
     def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
-        keys, attention, act, last = config.keys, config.attention(rope), _act(config), config.num_layers - 1
+        keys, attention, act, last = config.keys, config.attention(rope), config.activation(), config.num_layers - 1
         if isinstance(config, HfConfig):
             experts = config.experts(EXPERTS, act)
             first, every, shared = "moe_layer_start_index", "moe_layer_interval", "moe_num_shared_experts"
@@ -93,7 +93,3 @@ class Ernie4_5Moe(Ernie4_5):
         if checkpoint.kind != "gguf":
             return hf_names(checkpoint.tensors, SHARED)
         return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})
-
-
-def _act(config: HfConfig | GgufConfig) -> str:
-    return config.activation() if isinstance(config, HfConfig) else "silu"

@@ -69,6 +69,8 @@ GGUF_TOP = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "pre_projection": "nextn.pre_projection",
+    "post_projection": "nextn.post_projection",
 }
 
 
@@ -83,7 +85,7 @@ class Gemma4(Architecture):
     }
     hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"} | ASSISTANTS
     hf_classes = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
-    gguf_types = ("gemma4",)
+    gguf_types = ("gemma4", "gemma4-assistant")
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
@@ -146,11 +148,16 @@ class Gemma4(Architecture):
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
         inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
         ffn = config.mixture(act=ACT, apart=True, scales=_gguf_scales(config)) if config.num_experts else Dense(1, ACT)
-        keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers - 1, 0)
+        assistant, keeping = None, 0
+        if config.is_assistant:  # llama.cpp does not use the clusters of the vocabulary either
+            assistant = Assistant(keys.integer("embedding_length_out", 1, MAX_HIDDEN))
+        else:
+            keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers - 1, 0)
         size = keys.integer("embedding_length_per_layer_input", 0, MAX_HIDDEN, 0)
         pad = config.general.integer("tokenizer.ggml.padding_token_id", 0, config.vocab_size - 1, 0)
         inputs = InputTable(config.vocab_size, size, config.num_layers, pad=pad) if size else None
-        return Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
+        found = Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
+        return replace(found, assistant=assistant)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
@@ -158,7 +165,8 @@ class Gemma4(Architecture):
             return replace(found, top={**found.top, **GGUF_TOP})
         found = hf_names(checkpoint.tensors, EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES)
         start = found.top["model.norm"].removesuffix("norm")
-        top = {**found.top, **{name: start + name.removeprefix("model.") for name in GGUF_TOP}}
+        tables = (name for name in GGUF_TOP if name.startswith("model."))
+        top = {**found.top, **{name: start + name.removeprefix("model.") for name in tables}}
         top |= {name: name for name in Assistant(1, 1).linears(1)}
         return replace(found, top=top, parts=gemma4_parts(checkpoint))
 

@@ -61,7 +61,9 @@ class GgufConfig(Config):
         self.general = Fields(path, metadata)
         keys = Fields(path, metadata, f"{source}.")
         self.num_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
-        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # included in block_count
+        self.is_assistant = source.endswith("-assistant")  # only drafts for another model
+        extra = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # included in block_count
+        self.extra_layers = 0 if self.is_assistant else extra  # an assistant counts all of its layers there
         super().__init__(checkpoint, keys, names, source, runs)
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:

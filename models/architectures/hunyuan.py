@@ -54,7 +54,7 @@ class HunYuanDense(Architecture):
 
     def ffn(self, config: HfConfig | GgufConfig) -> Dense | Experts:
         """The feed-forward layer."""
-        return config.dense(_act(config))
+        return config.dense(config.activation())
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
@@ -84,7 +84,7 @@ class HunYuanMoe(HunYuanDense):
             "inner": stated if config.keys.raw(stated) else config.KEYS["inner"],
         }
         shared = inner * config.keys.integer("num_shared_expert", 0, MAX_EXPERTS)
-        return replace(config.experts(keys, _act(config)), shared_inner=shared)
+        return replace(config.experts(keys, config.activation()), shared_inner=shared)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Replace lists with the same number for every layer by that number."""
@@ -105,7 +105,3 @@ def _ntk_scaled(config: HfConfig, rope: RopeFacts) -> RopeFacts:
     if type(alpha) not in (int, float) or not 1 <= alpha <= 1e9:
         raise config.keys.fail("rope_scaling.alpha", f"is {alpha!r:.60}, expected a number from 1 to 1e9")
     return replace(rope, theta=rope.theta * alpha ** (rope.dim / (rope.dim - 2)))
-
-
-def _act(config: HfConfig | GgufConfig) -> str:
-    return config.activation() if isinstance(config, HfConfig) else "silu"

@@ -24,7 +24,7 @@ from localllm.checkpoint.fields import MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, ModelNotFound, UnsupportedModel
-from localllm.paths import is_projector, projector_rank
+from localllm.paths import folders_near, is_projector, projector_rank
 
 from .facts import ModelFacts
 from .gemma3 import gemma3_vision
@@ -288,8 +288,9 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
 
 def _candidates(path: Path) -> Iterator[Path]:
     """The mmproj files in a model's folder and at the top of its repository, best match first."""
-    top = path.parent.parent if path.parent.parent.parent.name == "snapshots" else path.parent
-    for folder in dict.fromkeys((path.parent, top)):
+    folders = folders_near(path)
+    top = folders[-1]
+    for folder in folders:
         found = [file for file in folder.glob("*.gguf") if is_projector(file.name)]
 
         def likely(file: Path) -> tuple[Any, ...]:

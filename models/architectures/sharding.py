@@ -397,7 +397,9 @@ def _inner(count: int, share: Share, unit: int) -> tuple[range, ...]:
     if not all(ranks):
         raise ConfigError(
             f"tensor_parallel {share.world}: a feed-forward layer of width {count:,} has too few blocks of {unit}",
-            f"use --tensor-parallel {count // unit} or less, or --split layers",
+            f"use --tensor-parallel {count // unit} or less, or --split layers"
+            if count >= 2 * unit
+            else "use --split layers",
         )
     return ranks
 

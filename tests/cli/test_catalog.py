@@ -96,4 +96,4 @@ def test_the_table_says_why_not(invoke: Invoke, empty_home: Path, unrunnable: st
     assert "✗" in rows["llama3.3-70b"] and "at 2k tokens of context, 22.1 GiB free" in rows["llama3.3-70b"]
     assert rows[unrunnable].endswith("needs a newer localllm")
     on_cpu = invoke("catalog", "--ram", "160G", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
-    assert "runs on a GPU only" in next(line for line in on_cpu.splitlines() if "qwen3.5-122b-a10b" in line)
+    assert "runs only on a GPU" in next(line for line in on_cpu.splitlines() if "qwen3.5-122b-a10b" in line)

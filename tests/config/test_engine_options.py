@@ -80,7 +80,7 @@ RUNNING: dict[str, Callable[[LLM], Any]] = {
     "speculation": lambda llm: "ngram" if llm.engine.stepper.speculation.mode == "always" else "auto",
     "max_parallel": lambda llm: llm.engine.limits.max_parallel,
     "dtype": lambda llm: next(part for part in llm.run_summary.split(" · ") if "activations" in part).split()[0],
-    "activations": lambda llm: "fp8" if any("rounded to fp8" in line for line in llm.state().warnings) else "",
+    "activations": lambda llm: "fp8" if any("quantized to fp8" in line for line in llm.state().warnings) else "",
 }
 """where a running engine shows it; the rest needs a GPU, or belongs to the pool of models (`ttl_s`)"""
 

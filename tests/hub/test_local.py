@@ -396,11 +396,17 @@ def test_damage_is_listed_and_repaired(fake_hub: FakeHub, empty_home: Path, file
         assert {n: (folder / n).read_bytes() for n in expected} == expected
 
 
-def test_the_model_used_last_comes_first(empty_home: Path) -> None:
+def test_the_model_used_last_comes_first(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.default_model(lambda _: 1.0) == "smollm2"
     hub.remember_model("gone/model")
     assert hub.default_model(lambda _: 1.0) == "smollm2", "a model that is no longer here is not offered"
+    monkeypatch.chdir(empty_home)
+    (empty_home / "gone").mkdir()
+    hub.remember_model("gone")
+    assert hub.default_model(lambda _: 1.0) == "smollm2", "a folder that has the name of a removed model is not it"
     put(empty_home / "data/models/mine", {"mine.gguf": b"GGUF"})
+    hub.remember_model(str(empty_home / "data/models/mine"))
+    assert hub.default_model(lambda _: 1.0) == str(empty_home / "data/models/mine")
     hub.remember_model("mine")
     assert hub.default_model(lambda _: 1.0) == "mine"
     assert local.list_local()[0].last_used is not None

@@ -97,6 +97,21 @@ def test_an_mmproj_file_comes_with_the_model(fake_hub: FakeHub) -> None:
     assert [model.name for model in hub.local.scan() if model.repo == "a/sees"] == ["a/sees:Q4_K_M"]
 
 
+def test_a_drafter_comes_with_the_model_and_is_none(fake_hub: FakeHub) -> None:
+    """Repositories of Gemma 4 hold one in a file of its own, and copies of it in other formats."""
+    copies = dict.fromkeys(("MTP/mtp-gemma-4-x-Q8_0.gguf", "MTP/gemma-4-x-BF16-MTP.gguf"), b"d" * 30)
+    fake_hub.add("a/drafts", GGUF | copies | {"mtp-gemma-4-x-Q8_0.gguf": b"d" * 30, "dflash-x-Q8_0.gguf": b"d"})
+    resolved = hub.resolve("a/drafts:Q8_0", patience=QUICK)
+    assert {file.name for file in resolved.files} == {"x-Q8_0.gguf", "mtp-gemma-4-x-Q8_0.gguf"}
+    path = hub.download(resolved, patience=QUICK)
+    assert path.name == "x-Q8_0.gguf" and (path.parent / "mtp-gemma-4-x-Q8_0.gguf").exists()
+    assert [model.name for model in hub.local.scan() if model.repo == "a/drafts"] == ["a/drafts:Q8_0"]
+    fake_hub.add("a/qwen", GGUF | {"mtp-Qwen3.6-x-Q8_0.gguf": b"d" * 30})
+    assert {file.name for file in hub.resolve("a/qwen:Q8_0", patience=QUICK).files} == {"x-Q8_0.gguf"}
+    fake_hub.add("a/alone", {"mtp-gemma-4-x-Q8_0.gguf": b"d" * 30})
+    assert hub.download(hub.resolve("a/alone", patience=QUICK), patience=QUICK).name == "mtp-gemma-4-x-Q8_0.gguf"
+
+
 def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -> None:
     fake_hub.add("a/q", GGUF)
     pull("a/q:Q8_0")

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from localllm import LLM
+from localllm.cli.commands import pull, show
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.speculation import Speculation
 from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
+from localllm.hub import local
 from localllm.models.architectures import open_model
 from localllm.models.assistant import AssistantModel, load_assistant
 from localllm.models.loader import LoadOptions
@@ -74,6 +76,14 @@ def assistant_of(tiny_of: Callable, target: Any, seed: int = 3, **more: Any) -> 
 def loaded_for(one: Any, target: Model, folder: Path) -> AssistantModel:
     with open_model(one.save(folder)) as checkpoint:
         return load_assistant(checkpoint, LoadOptions(exact=True), target.facts)
+
+
+def as_gguf(one: Any, path: Path) -> Path:
+    """As llama.cpp's converter writes it: all layers count as predictors, and logits are computed for all tokens."""
+    text = one.config["text_config"]
+    more = {"model_type": "gemma4-assistant", "nextn": 3, "backbone_hidden_size": one.config["backbone_hidden_size"]}
+    tensors = {name: tensor for name, tensor in one.tensors.items() if "masked_embedding" not in name}
+    return write_gguf(path, text | more, tensors, gguf.GGMLQuantizationType.F32)
 
 
 def expected_drafts(target: Any, one: Any, ids: list[int], count: int) -> list[int]:
@@ -185,12 +195,14 @@ def test_one_that_cannot_draft_is_refused(tiny: Callable, tiny_of: Callable, tmp
     cpu = Planner(MACHINES["cpu"], EngineOptions(draft="it"), draft=draft)
     plan = cpu.plan(facts)
     assert plan.weight_bytes > Planner(MACHINES["cpu"]).plan(facts).weight_bytes and not plan.draft_pages
-    with pytest.raises(UnsupportedModel, match="only drafts tokens for a Gemma 4 model") as raised:
+    with pytest.raises(
+        UnsupportedModel, match="drafts tokens for a larger Gemma 4 model and cannot run by itself"
+    ) as raised:
         Planner(MACHINES["cpu"]).plan(draft)
     assert "--draft" in raised.value.hint
-    with pytest.raises(UnsupportedModel, match="only drafts tokens"):
+    with pytest.raises(UnsupportedModel, match="cannot run by itself"):
         LLM(tmp_path / "draft")
-    with pytest.raises(ConfigError, match="other shapes than the layers of this model keep"):
+    with pytest.raises(ConfigError, match="expects a KV cache with other shapes"):
         cpu.plan(open_model(other.save(tmp_path / "other")).facts)
     with pytest.raises(ConfigError, match="44 hidden units and 99 tokens, and this one has 48 and 99"):
         cpu.plan(replace(facts, hidden_size=48))
@@ -218,3 +230,48 @@ def test_files_of_an_assistant_that_are_damaged_are_refused(
         folder = one.save(tmp_path / str(number), tensors, **config)
         with pytest.raises(BadModelFile, match=words), open_model(folder) as checkpoint:
             load_assistant(checkpoint, LoadOptions(exact=True), model.facts)
+
+
+def test_lists_show_one_without_a_tokenizer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    folder = assistant_of(tiny_of, tiny("gemma4")).save(tmp_path / "it")
+    row = local.describe(local.LocalModel("org/it", folder, "hub", size_bytes=1))
+    assert (row.broken, row.supported, row.chat) == (False, True, False)
+    with open_model(folder) as checkpoint:
+        fields = show._show_fields(checkpoint, "org/it", "", EngineOptions())
+        assert not fields["capabilities"]["chat"] and "cannot run by itself" in fields["plan"]["reason"]
+        assert "--draft" in show._chats(checkpoint.facts)
+    assert pull._fits(folder, EngineOptions()) == (None, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gguf_is_the_same_assistant(name: str, tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    one = assistant_of(tiny_of, tiny(name))
+    target = open_model(tiny(name).save(tmp_path / "target")).facts
+    ours = [open_model(one.save(tmp_path / "hf")), open_model(as_gguf(one, tmp_path / "mtp-tiny.gguf"))]
+    whole, packed = (load_assistant(checkpoint, LoadOptions(exact=True), target) for checkpoint in ours)
+    assert packed.sources == whole.sources and ours[1].facts.num_layers == 3 and not ours[1].facts.extra_layers
+    assert ours[1].facts.num_params == ours[0].facts.num_params
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(packed.head(x), whole.head(x)) and torch.equal(packed.after(x), whole.after(x))
+    both = torch.cat([x, x, x, x], 1)[:, :88]
+    assert torch.equal(packed.before(both), whole.before(both))
+
+
+def test_a_drafter_next_to_a_gguf_model_drafts_by_itself(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    one = tiny("gemma4-e2b")
+    path = write_gguf(tmp_path / "tiny.gguf", one.config, one.tensors, gguf.GGMLQuantizationType.F32)
+    as_gguf(assistant_of(tiny_of, one), tmp_path / "mtp-gemma-4-tiny.gguf")
+
+    def answered(llm: LLM) -> list[int]:
+        return llm.generate("t5 t6 t7", SamplingParams(seed=3, max_tokens=24, ignore_eos=True)).completions[0].token_ids
+
+    with LLM(path, ctx=256, speculation="off") as llm:
+        wanted = answered(llm)
+    with LLM(tmp_path, ctx=256, speculation="draft", debug_invariants=True) as llm:
+        assert llm.path == tmp_path  # the folder has one model
+    with LLM(path, ctx=256, speculation="draft", debug_invariants=True) as llm:
+        assert answered(llm) == wanted and llm.engine.stats().num_draft_tokens > 12 and not llm.state().warnings
+    as_gguf(assistant_of(tiny_of, tiny("gemma4")), tmp_path / "mtp-gemma-4-tiny.gguf")
+    with LLM(path, ctx=256) as llm:
+        assert answered(llm) == wanted and llm.engine.runner.listener is None
+        assert any("mtp-gemma-4-tiny.gguf next to the model does not draft" in line for line in llm.state().warnings)

@@ -111,7 +111,7 @@ def write_gguf(
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
         if config["final_logit_softcapping"]:
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if arch == "gemma4":
+    if arch.startswith("gemma4"):
         _heads_of_two_sizes(writer, config)
         tensors = _gemma4(writer, config, tensors)
     if arch == "gemma3n":
@@ -490,6 +490,8 @@ def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["top_k_experts"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "backbone_hidden_size" in config:
+        writer.add_uint32("gemma4-assistant.embedding_length_out", config["backbone_hidden_size"])
     found = {}
     for name, tensor in tensors.items():
         block = re.sub(r"model\.layers\.(\d+)\..*", r"blk.\1.", name)

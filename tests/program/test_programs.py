@@ -222,3 +222,13 @@ def test_who_begins_alike_waits_until_it_was_read() -> None:
     assert waited.wait(5)
     prefixes.begin([*prompt, 1, 1, 1, 1])()
     thread.join()
+
+
+def test_prefixes_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.program.calls.MAX_PIECES", 3)
+    prefixes = Prefixes(4)
+    for start in range(3):
+        prefixes.add([start] * 5)
+    prefixes.add([0] * 5)  # read again
+    prefixes.begin([7] * 5)()
+    assert [prefixes.was_read([start] * 9) for start in range(3)] == [True, False, True]

@@ -26,6 +26,7 @@ from localllm.quality import quantize as quantize_module
 from localllm.quality.evaluate import divergence, evaluate, sample_text, save
 from localllm.quality.quantize import RECORD, quantize
 from localllm.quant.encode import GROUP_SIZES, Target
+from localllm.request import LoadProgress
 
 HIDDEN = 128
 WORDS = "the cat and the other thing in an arena there are tonnes and reeds on the shore " * 12
@@ -245,7 +246,11 @@ def test_quality_of_a_model_against_itself_and_a_worse_one(source: Path, tmp_pat
         assert (bad.weights, good.tokens) == ("mxfp4", same.tokens)
         with pytest.raises(InvalidRequest, match="at least"):
             evaluate(reference, None, "the", max_tokens=200)
-        alone = evaluate(reference, None, WORDS, max_tokens=200)
+        with LLM(source, ctx=32) as small, pytest.raises(InvalidRequest, match="a context of 32 tokens is too small"):
+            evaluate(small, None, WORDS, max_tokens=200)
+        told: list[LoadProgress] = []
+        alone = evaluate(reference, None, WORDS, max_tokens=200, tell=told.append)
+        assert told[-1].done == told[-1].total == alone.tokens
         assert alone.kl_mean is None and alone.perplexity == same.perplexity
         other = tiny_gguf(tmp_path / "other.gguf")
     save(good)

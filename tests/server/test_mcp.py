@@ -12,6 +12,7 @@ pytest.importorskip("mcp")
 
 from localllm.chat.mcp.client import Result
 from localllm.chat.mcp.servers import ServerEntry
+from localllm.errors import ConfigError
 from localllm.server import Service, ServiceOptions
 from localllm.server.mcp import OwnersTools
 from localllm.server.openai.responses_mcp import offered
@@ -215,6 +216,27 @@ REQUEST = {"type": "mcp_approval_request", "id": "mcpr_1", "server_label": "rogu
 async def test_an_approval_that_cannot_be(client, calls, items, param):
     response = await client.post(RESPONSES, json=asked(tools=[GUARDED], input=items))
     assert (response.status_code, response.json()["error"]["param"], calls) == (400, param, [])
+
+
+async def test_an_approval_that_is_sent_twice_at_once_makes_one_call(tools, monkeypatch):
+    made, go = [], asyncio.Event()
+
+    async def call(name, arguments):
+        made.append(name)
+        if len(made) == 1:
+            raise ConfigError("the mcp package is missing")
+        await go.wait()
+        return Result("done")
+
+    monkeypatch.setattr(tools, "call", call)
+    with pytest.raises(ConfigError):
+        await tools.call_once("a", "pick", "{}")
+    calls = [asyncio.ensure_future(tools.call_once("a", "pick", "{}")) for _ in range(3)]
+    await asyncio.sleep(0)
+    calls[0].cancel()  # its client has left
+    await asyncio.sleep(0)
+    go.set()
+    assert [result.text for result in await asyncio.gather(*calls[1:])] == ["done", "done"] and made == ["pick"] * 2
 
 
 async def test_calls_that_take_long_leave_the_threads_that_parse_bodies_alone(tools, monkeypatch):

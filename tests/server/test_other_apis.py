@@ -61,6 +61,14 @@ async def test_responses_streamed_stored_and_continued(sdk):
     assert more.usage.input_tokens > whole.usage.total_tokens
     items = (await sdk.responses.input_items.list(more.id, order="asc")).data
     assert [item.role for item in items] == ["user", "assistant", "user"]
+    page = await sdk.responses.input_items.list(more.id, order="asc", limit=2)
+    assert page.data == items[:2] and page.has_more
+    page = await sdk.responses.input_items.list(more.id, order="asc", limit=2, after=items[1].id)
+    assert page.data == items[2:] and not page.has_more
+    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "gone"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await sdk.responses.input_items.list(more.id, **wrong)
+        assert refused.value.param == next(iter(wrong))
     await sdk.responses.delete(whole.id)
     with pytest.raises(openai.NotFoundError):
         await sdk.responses.retrieve(whole.id)

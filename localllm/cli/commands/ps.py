@@ -46,7 +46,7 @@ def _rows(one: Running) -> list[dict[str, Any]]:
     speeds = told.get("decode_tps", {})
     rows = [
         base | {key: value for key, value in row.items() if key != "up_s"} | {"decode_tps": speeds.get(row["model"])}
-        for row in told["models"]
+        for row in told.get("models", ())
     ]
     return rows or [base | {"model": "", "state": "draining" if told.get("draining") else "idle"}]
 

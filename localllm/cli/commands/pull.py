@@ -115,7 +115,8 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")
     if row["fits"] is False:
         console.warn(f"it does not fit this machine's memory: localllm plan {shown}")
-    console.say(f"Next: localllm {'run' if row['chat'] is False else 'chat'} {shown}")
+    use = {True: f"chat {shown}", False: f"run {shown}", None: f"chat MODEL --draft {shown}"}[row["chat"]]
+    console.say(f"Next: localllm {use}")
     return row
 
 
@@ -138,12 +139,17 @@ def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOp
     }
 
 
-def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
-    """Return (whether it fits this machine, None when the configured device is missing; whether it can chat)."""
+def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool | None]:
+    """Return (whether it fits this machine, None when the configured device is missing; whether it can chat).
+
+    Both are None for an assistant, which only drafts tokens for another model.
+    """
     from localllm.models.architectures import open_model
     from localllm.plan.planner import Planner
 
     with open_model(path, options.mmproj) as checkpoint:
+        if checkpoint.facts.assistant is not None:
+            return None, None
         chat = checkpoint.facts.has_chat_template
         try:
             return Planner.here(options).plan_within(checkpoint.facts, path).fits, chat

@@ -6,7 +6,6 @@ Plain ASGI behind the same layers as the application of a single server. It reje
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from localllm.server.errors import ApiError, ClientLeft, bug, is_anthropic, is_o
 from localllm.server.exchange import Exchange, Exchanges, exchange_of, refuse
 from localllm.server.middleware import AppOptions, Gate
 from localllm.server.ollama.library import OLLAMA_LINES
-from localllm.server.other.status import METRICS_TYPE
+from localllm.server.other.status import METRICS_TYPE, check_token
 from localllm.server.reply import EVENTS, named, unless_left
 
 from .affinity import Fleet, Prefix, prefix_of
@@ -148,8 +147,7 @@ class Door:
     async def _processes(self, scope: Scope) -> Response:
         """List the models of all replicas, for the owner."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")
+        check_token(self.token, given.decode("latin-1"))
         told = [
             (name, json.loads(text)) for name, status, text in await self._ask_replicas("/localllm/ps") if status == 200
         ]

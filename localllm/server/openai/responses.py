@@ -123,14 +123,23 @@ async def delete_response(request: Request) -> dict[str, Any]:
 
 
 async def list_input_items(request: Request) -> dict[str, Any]:
-    """List the input items of a response, newest first."""
-    stored = _stored(request)
+    """List the input items of a response, newest first: at most `limit`, those after the item `after`."""
+    stored, query = _stored(request), request.query_params
     items = [{"id": f"{stored.response['id']}_{i}", **item} for i, item in enumerate(stored.input_items)]
-    if request.query_params.get("order") != "asc":
+    if query.get("order") != "asc":
         items.reverse()
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise invalid(f"limit must be a whole number from 1 to 100, got {limit[:40]!r}.", "limit", "invalid_value")
+    first, after = 0, query.get("after")
+    if after is not None:
+        first = next((index for index, item in enumerate(items, 1) if item["id"] == after), 0)
+        if not first:
+            raise invalid(f"after names no input item of this response: {after[:40]!r}.", "after", "invalid_value")
+    shown = items[first : first + int(limit)]
     return {
-        "object": "list", "data": items, "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None, "has_more": False,
+        "object": "list", "data": shown, "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None, "has_more": first + len(shown) < len(items),
     }  # fmt: skip
 
 

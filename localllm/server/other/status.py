@@ -110,7 +110,11 @@ async def _done(request: Request, body: ModelRequest, command: Callable[[str], F
 
 def check_owner(request: Request) -> None:
     """Raise ApiError 401 unless the request carries the owner's token."""
-    token = request.app.state.token
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    check_token(request.app.state.token, request.headers.get("authorization", ""))
+
+
+def check_token(token: str, header: str) -> None:
+    """Raise ApiError 401 unless an Authorization header carries `token`, which is not empty."""
+    scheme, _, given = header.partition(" ")
     if not token or scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
         raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")
