@@ -168,7 +168,7 @@ class EngineOptions:
     draft: str = _key(
         TEXT,
         "",
-        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 drafter (mtp-*.gguf)"
+        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 assistant (mtp-*.gguf)"
         " next to the model",
     )
     adapters: tuple[str, ...] = _key(
