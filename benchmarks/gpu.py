@@ -57,8 +57,8 @@ Three runs of ten minutes, most valuable first. Rows go to benchmarks/results/gp
    start     first ever start (target: 60 s) and one with cached kernels (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
    {speed}
-   each: MBU of the engine and of a step, steps and answers with two guesses relative to plain ones, a step kernel by
-   kernel (CUPTI), attention at 32k, prefill, batch 64, memory
+   each: MBU of the engine and of a step, steps and answers with two draft tokens relative to plain ones, a step kernel
+   by kernel (CUPTI), attention at 32k, prefill, batch 64, memory
    then one step without graphs
 3. python benchmarks/gpu.py rivals --minutes 9.5 --out FILE
    torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA against our kernels; transformers at batch 1 and 32

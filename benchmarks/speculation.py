@@ -6,7 +6,7 @@ The answer is forced token by token, so both modes write the same text: `edit` i
 rewritten (80 % repeats), `fresh` repeats nothing. Modes alternate; a row is the median of tokens per second and of
 processor seconds per token (including waiting threads). Targets: edit >= 2.0 times, fresh <= 2 % slower.
 
---draft measures a draft model instead: smollm2 guesses four tokens per step for a random model with its vocabulary
+--draft measures a draft model instead: smollm2 drafts four tokens per step for a random model with its vocabulary
 (--target-layers). The text is smollm2's own greedy answer with every tenth token replaced, so nine in ten guesses are
 right. The row compares the speed with that predicted from this rate and the step and round times; target: within 10 %.
 The last stdout line is one JSON document, which `--json` also writes to a file.
@@ -125,7 +125,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         rows[task] = {"off": off, "auto": on, "speedup": wall, "cpu_speedup": cpu}
         print(
             f"{name} {task}: {off['tps']:.1f} -> {on['tps']:.1f} tok/s ({wall:.2f}x, processor time {cpu:.2f}x),"
-            f" {off['steps']:.0f} -> {on['steps']:.0f} steps, {on['acceptance']:.0%} of guesses accepted",
+            f" {off['steps']:.0f} -> {on['steps']:.0f} steps, {on['acceptance']:.0%} of draft tokens accepted",
             flush=True,
         )
     rows["met"] = rows["edit"]["speedup"] >= EDIT_LINE and rows["fresh"]["speedup"] >= 1 / COST_LINE

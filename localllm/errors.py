@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # the hint for a damaged file where the model's name is not known
-REPAIR = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
+REPAIR = "download it again (localllm pull NAME --repair), or use another copy of the model"
 
 
 class LocalLLMError(Exception):

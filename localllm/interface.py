@@ -101,7 +101,7 @@ class Facts:
     kv_store_limit: int = 0  # 0: no pages are kept on disk
     kv_store_read_tokens: int = 0
     decode_tps: float = 0.0  # expected for one sequence at the start of its context
-    power_w: float = 0.0  # the card's power draw now; 0 when unknown
+    power_w: float = 0.0  # the GPU's power draw now; 0 when unknown
     url: str = ""  # the server that runs the model, unless it is this process
     pid: int = 0  # that server's process, when it is one of ours on this machine
     has_chat_template: bool = True
@@ -109,7 +109,7 @@ class Facts:
     embeds: bool = False  # an embedding model, which generates no text
     # (name, value, who recommends it) of the default sampling parameters
     sampling: tuple[tuple[str, Any, str], ...] = ()
-    times_kernels: bool = False  # idle, and timing tile sizes on the card
+    times_kernels: bool = False  # idle, and timing tile sizes on the GPU
     warnings: tuple[str, ...] = ()
 
     @property

@@ -196,7 +196,7 @@ def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _refused(name: str, value: object, limit: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {str(value)[:80]}, it must be {limit}", f"pass {name} {limit}", param=name)
+    return InvalidRequest(f"{name} must be {limit}, not {str(value)[:80]}", f"pass {name} {limit}", param=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def unrunnable(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a model in the catalogue whose architecture this version does not have."""
+    """The name of a model in the catalog whose architecture this version does not have."""
     from localllm.hub import catalog
 
     name, known = "mistral-small4", catalog.candidates()

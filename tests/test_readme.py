@@ -65,17 +65,17 @@ def test_the_families_it_offers_run() -> None:
 
 
 def table_of_models() -> str:
-    """docs/models.md: the supported architectures, their names in model files, and their catalogue entries."""
+    """docs/models.md: the supported architectures, their names in model files, and their catalog entries."""
     from localllm.hub import catalog
     from localllm.models.architectures.registry import ARCHITECTURES
 
     lines = [
         "# Supported models",
         "",
-        "Generated from the architecture registry and the catalogue by `UPDATE_DOCS=1 pytest tests/test_readme.py`.",
+        "Generated from the architecture registry and the catalog by `UPDATE_DOCS=1 pytest tests/test_readme.py`.",
         "`localllm catalog` shows which models fit a machine, and how fast they run.",
         "",
-        "| models | `model_type` in config.json | GGUF architecture | in the catalogue |",
+        "| models | `model_type` in config.json | GGUF architecture | in the catalog |",
         "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for one in ARCHITECTURES:

@@ -36,7 +36,7 @@ class InProcessBackend(ChatBackend):
     constraint       the constraint on every answer
     on_loaded        called in the backend's thread with the name and the loaded model
     on_keep          closing waits until repacked weights are saved to disk, and calls this: with "" when saving takes
-                     time (Ctrl-C skips it), or with the reason why they are not saved. None: closing does not wait
+                     time (Ctrl+C skips it), or with the reason why they are not saved. None: closing does not wait
     settings         fields of `EngineOptions` that override `options`
     """
 

@@ -158,7 +158,7 @@ class RankProcesses:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
+                start_new_session=True,  # Ctrl+C is for rank 0, which ends the others
             )
         self._sockets.append(ours)
         self.processes.append(process)

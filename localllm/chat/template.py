@@ -69,7 +69,7 @@ class ChatTemplate:
         text = template if template is not None else tokenizer.chat_template
         if text is None:
             raise InvalidRequest(
-                "the model has no chat template: it is a base model that completes text",
+                "this is a base model without a chat template",
                 "use `localllm run`, or give a template",
             )
         self.template = text

@@ -46,14 +46,14 @@ class Fields:
             value = self._same_everywhere(key, value)
         value = self._typed(key, value, default, (int,), "an integer")
         if self.raw(key) is not None and not low <= value <= high:
-            raise self.fail(key, f"is {shown(f'{value:,}', 40)}; it must be {low:,} to {high:,}")
+            raise self.fail(key, f"must be {low:,} to {high:,}, not {shown(f'{value:,}', 40)}")
         return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]."""
         value = self._typed(key, self.raw(key), default, (int, float), "a number")
         if self.raw(key) is not None and not low <= value <= high:  # False for NaN
-            raise self.fail(key, f"is {shown(value, 40)}; it must be {low:g} to {high:g}")
+            raise self.fail(key, f"must be {low:g} to {high:g}, not {shown(value, 40)}")
         return float(value)
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
@@ -72,7 +72,7 @@ class Fields:
                 raise self.fail(key, "is missing")
             return default
         if type(value) not in kinds:
-            raise self.fail(key, f"is {shown(reprlib.repr(value))}; it must be {what}")
+            raise self.fail(key, f"must be {what}, not {shown(reprlib.repr(value))}")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
         metadata[key] = _value(cursor, key)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        what = f"is {shown(reprlib.repr(alignment))}; it must be a power of two up to {MAX_ALIGNMENT:,}"
+        what = f"must be a power of two up to {MAX_ALIGNMENT:,}, not {shown(reprlib.repr(alignment))}"
         raise bad(file.path, what, key="general.alignment")
     entries: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
@@ -189,7 +189,7 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if kind != BOOL:
         return value
     if value > 1:
-        raise cursor.bad(f"a bool is {value}; it must be 0 or 1", cursor.at - 1, key)
+        raise cursor.bad(f"a bool must be 0 or 1, not {value}", cursor.at - 1, key)
     return bool(value)
 
 
@@ -224,7 +224,7 @@ def _string_array(cursor: _Cursor, key: str) -> list[bytes]:
     unpack, append = _U64.unpack_from, strings.append  # looked up once for up to two million strings
     for index in range(count):
         if at + 8 > limit:
-            raise cursor.bad(f"string {index:,} of {count:,} is cut off", at, key)
+            raise cursor.bad(f"string {index:,} of {count:,} is truncated", at, key)
         if at + 8 > have:
             buffer = cursor.reach(at + 8)
             have = len(buffer)

@@ -150,10 +150,10 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
     console.heading(clean_line(head))
     console.line(f"  {clean_line(found.model.name)}: {found.model.words} (from {found.model.known_from})")
     if found.recipe:
-        console.line(f"  a recipe for this model and card, {found.recipe.date}, {found.title} {found.version}")
+        console.line(f"  a recipe for this model and GPU, {found.recipe.date}, {found.title} {found.version}")
         console.line(f"  {clean_line(found.recipe.source)}")
     else:
-        console.line(f"  for {found.title} {found.version}; no recipe for this model and card")
+        console.line(f"  for {found.title} {found.version}; no recipe for this model and GPU")
     for note in (*([found.room.why] if found.room else ()), *found.notes):
         block(console, "  ", 2, clean_line(note))
     console.line()

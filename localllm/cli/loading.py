@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TICK_S = 0.05
-CANCEL_S = 0.4  # how long Ctrl-C waits for a download to flush its bytes
+CANCEL_S = 0.4  # how long Ctrl+C waits for a download to flush its bytes
 
 
 def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
-    """Load a model. Raises the error that loading failed with; Ctrl-C becomes Aborted."""
+    """Load a model. Raises the error that loading failed with; Ctrl+C becomes Aborted."""
     from localllm import hub
     from localllm.llm.llm import LLM
 
@@ -37,7 +37,7 @@ def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
 
 
 def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], T]) -> T:
-    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
+    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl+C cancels it and becomes Aborted."""
     progress = env.progress(title)
     phases: deque[LoadProgress] = deque()
     cancel = threading.Event()

@@ -107,7 +107,7 @@ def local(env: Env, config: UserConfig, name: str, kind: type[LocalLLMError] = C
 
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
-    """The plan for a model that is not here, from its catalogue entry; None without one."""
+    """The plan for a model that is not here, from its catalog entry; None without one."""
     from localllm.hub import catalog
     from localllm.plan import fit
     from localllm.plan.planner import Planner

@@ -27,7 +27,7 @@ from .tools import answered
 
 
 def talk(env: Env, config: UserConfig, start: Start) -> int:
-    """Load the model, then answer until Ctrl-D. Ctrl-C stops an answer; twice at the prompt, it quits."""
+    """Load the model, then answer until Ctrl+D. Ctrl+C stops an answer; twice at the prompt, it quits."""
     console, conversation = env.console, start.conversation
     if start.choice is None:
         raise ConfigError("line mode needs a model", "localllm chat MODEL --plain")
@@ -45,7 +45,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
             )
         conversation.model = start.choice.name
         device = f" on {facts.device}" if facts.device else ""
-        console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl-D to quit.")
+        console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl+D to quit.")
         for warning in facts.warnings:
             console.warn(warning)
         for line in start.tools.connect() if start.tools is not None else ():
@@ -163,7 +163,7 @@ class Lines:
             if isinstance(error, OutOfMemory) or error.exit_code == 6:
                 raise
             return
-        except BaseException:  # SIGTERM, SIGHUP, a second Ctrl-C: keep the partial answer
+        except BaseException:  # SIGTERM, SIGHUP, a second Ctrl+C: keep the partial answer
             exchange.stop = exchange.stop or "partial"
             self._save(exchange)
             raise
@@ -175,7 +175,7 @@ class Lines:
             console.say(console.style(f"[{stats_line(exchange, backend.facts())}]", "dim", err=True))
 
     def _follow(self, turn: int, view: Text, exchange: Exchange) -> None:
-        """Show a turn; Ctrl-C ends it and keeps what has been generated."""
+        """Show a turn; Ctrl+C ends it and keeps what has been generated."""
         backend, answers = self._session.backend, {turn: exchange}
         saved_at = time.monotonic()
 
@@ -214,7 +214,7 @@ def ask(env: Env) -> str | None:
                 return None
             interrupted = True
             parts.clear()
-            env.console.say("\nCtrl-C again, or Ctrl-D, to quit")
+            env.console.say("\nCtrl+C again, or Ctrl+D, to quit")
             continue
         interrupted = False
         if line.endswith("\\"):

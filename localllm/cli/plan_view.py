@@ -34,14 +34,14 @@ PARTS = {
 }
 MEANING = {
     "weights": "as loaded",
-    "kv": "keys and values of concurrent requests, and of finished prompts for reuse",
+    "kv": "KV cache of concurrent requests, and of finished prompts for reuse",
     "context": "CUDA context, loaded kernels, library workspaces",
     "program": "Python, torch, the tokenizer",
     "activations": "intermediate results of the largest step",
     "logits": "for the sampled tokens",
     "graphs": "captured decode steps with their outputs",
     "tables": "positions and pages",
-    "gathered": "keys and values gathered by attention without our kernels",
+    "gathered": "KV cache gathered by attention without our kernels",
     "learned": "what an earlier run used beyond its plan",
     "margin": "left free for others",
 }
@@ -60,7 +60,7 @@ class Subject:
     base: bool = False  # a base model: completes text
     asked: str = ""  # the word on the command line that selected it
     path: Path | None = None  # its files, when it is on this machine
-    entry: Candidate | None = None  # its catalogue entry, or one made up for it
+    entry: Candidate | None = None  # its catalog entry, or one made up for it
     needs: str = ""  # what is missing to run it
 
     @property
@@ -272,7 +272,7 @@ def _window(one: int | str) -> str:
 
 
 def _remarks(sheet: Sheet) -> list[str]:
-    sizes = "columns in GiB: weights, keys and values of one request, work, margin"
+    sizes = "columns in GiB: weights, KV cache of one request, work, margin"
     lines = [f"{sizes} · MEM CTX: the largest context that fits"]
     rows = [row for row in sheet.rows if row.subject in sheet.shown]
     if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in rows):
@@ -280,7 +280,7 @@ def _remarks(sheet: Sheet) -> list[str]:
     if any(row.plan and row.plan.basis == "measured" for row in rows):
         lines.append("✓ measured here, ≈ estimated")
     if any(row.plan and row.plan.kv in EIGHT_BITS and row.fits for row in rows):
-        lines.append("kv8: keys and values in 8 bits, because 16 would not fit")
+        lines.append("kv8: KV cache in 8 bits, because 16 would not fit")
     if any(row.plan and row.plan.quant for row in rows):
         lines.append("bf16→fp8: too large as stored, so weights are converted while loading")
     lines += [f"quality of {clean_line(name)}: {note}, measured here" for name, note in qualities(sheet)]
@@ -385,7 +385,7 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
         lines.append(
             f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"
             f" + {facts.num_layers} layers × a constant{host_terms}) = {rate(made.decode_tps)} tok/s at the start,"
-            f" {rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
+            f" {rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of KV cache"
         )
     if made.basis == "measured":
         lines.append("  the speed at the start was measured here; the rest is estimated")

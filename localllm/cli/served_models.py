@@ -84,7 +84,7 @@ def _template(path: Path) -> str:
 
 
 def _also(model: LocalModel) -> tuple[str, ...]:
-    """Its names for Ollama's clients: llama3.2:3b, or qwen3:4b for the catalogue's qwen3-4b."""
+    """Its names for Ollama's clients: llama3.2:3b, or qwen3:4b for the catalog's qwen3-4b."""
     from localllm.hub import catalog
 
     if model.is_foreign:

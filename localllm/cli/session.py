@@ -71,7 +71,7 @@ def open_backend(env: Env, config: UserConfig, sampling: Sampling, **more: Any) 
         if trouble:
             env.console.warn(trouble)
         else:
-            env.console.say("saving repacked weights for faster starts; Ctrl-C skips this")
+            env.console.say("saving repacked weights for faster starts; Ctrl+C skips this")
 
     backend = make_backend(env, config, sampling, on_keep=on_keep, **more)
     try:

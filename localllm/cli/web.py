@@ -55,7 +55,7 @@ class Gate:
 
 
 def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path] = ()) -> int:
-    """Serve until Ctrl-C. Every tab, and the server started for them, gets the values of the flags.
+    """Serve until Ctrl+C. Every tab, and the server started for them, gets the values of the flags.
 
     attach   paths of the files in `start`
     """
@@ -132,7 +132,7 @@ def _serve(env: Env, command: list[str], key: str) -> int:
     if key:
         os.environ["LOCALLLM_API_KEY"] = key  # inherited by the tabs' processes; kept out of their command lines
     server = make_server(shlex.join(command), port, gate)
-    env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (works in one browser; Ctrl-C to stop)")
+    env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (works in one browser; Ctrl+C to stop)")
     from aiohttp import web
 
     web.run_app(server._make_app(), sock=sock, print=lambda *_: None, handle_signals=True)

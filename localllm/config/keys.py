@@ -97,16 +97,17 @@ class Key:
             meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
             default = self.kind.show(self.default)
-            where, hint = f"{self.path} = {shown} ({origin})", f"localllm config set {self.path} {default or 'VALUE'}"
+            where, hint = self.path, f"localllm config set {self.path} {default or 'VALUE'}"
+            source = "" if origin in ("argument", "flag", self.env) else f" ({origin})"
             if origin == "argument":
                 hint = f"use {self.attribute}={self.default!r}"
             elif origin == "flag":
-                where, hint = f"{self.flag} is {shown}", f"drop {self.flag}"
+                where, hint = self.flag, f"drop {self.flag}"
                 hint += f", or use {self.flag} {default}" if default else ""
             elif origin == self.env:
-                where, hint = f"{origin} is {shown}", f"`unset {origin}`"
+                where, hint = origin, f"`unset {origin}`"
             raise ConfigError(
-                f"{where}: expected {self.kind.expects}{did_you_mean(meant)}",
+                f"{where} must be {self.kind.expects}, not {shown}{source}{did_you_mean(meant)}",
                 hint,
                 context={"key": self.path, "origin": origin, "expects": self.kind.expects},
             ) from None
@@ -131,11 +132,11 @@ class EngineOptions:
     activations: str = _key(
         choice("auto", "fp8", "nvfp4", "int8"),
         "auto",
-        "format that activations are rounded to: fp8 or nvfp4 for long prompts on a GPU; int8 for all on the CPU, less"
-        " exact but faster on some CPUs (docs/quality.md); auto: unrounded on a GPU, 16 bits on the CPU",
+        "format to quantize activations to: fp8 or nvfp4 for long prompts on a GPU; int8 for all on the CPU, less"
+        " exact but faster on some CPUs (docs/quality.md); auto: unquantized on a GPU, 16 bits on the CPU",
     )
     ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto: what fits, up to the model's limit")
-    kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
+    kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "data type of the KV cache")
     gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "maximum fraction of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
     threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto: one per usable core")
@@ -157,7 +158,7 @@ class EngineOptions:
         choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",
         "speculative decoding, which changes no answer; ngram: continue repeated text; draft: ask the draft model; mtp:"
-        " use the model's own prediction head; auto: whatever measures faster",
+        " use the model's MTP head; auto: whatever measures faster",
     )
     mmproj: str = _key(
         TEXT,
@@ -167,7 +168,7 @@ class EngineOptions:
     draft: str = _key(
         TEXT,
         "",
-        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 drafter (mtp-*.gguf)"
+        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 assistant (mtp-*.gguf)"
         " next to the model",
     )
     adapters: tuple[str, ...] = _key(

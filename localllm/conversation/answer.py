@@ -120,7 +120,7 @@ class Answer:
             "abort": f"stopped by you · {tokens} · /continue · /regen",
             "length": f"reached the limit of {tokens} · /continue",
             "full": f"the context window is full after {tokens} · /ctx · /new",
-            "partial": "cut off when the program exited · /continue",
+            "partial": "interrupted when the program exited · /continue",
             "edited": "edited by you",
             "unanswered": "not answered · /regen",
         }.get(self.stop)

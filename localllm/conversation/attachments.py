@@ -61,8 +61,8 @@ def refuse_pictures(documents: Iterable[Document], facts: Facts) -> None:
     found = [one for one in documents if one.picture]
     if found and facts.model and (facts.image_tokens == 0 or not facts.has_chat_template):
         raise ConfigError(
-            f"{clean_line(found[0].name)} is a picture, and {clean_line(facts.model)} reads text only",
-            "use a model with an image encoder (Gemma 3 and 4, Qwen3.5), or remove the picture",
+            f"{clean_line(found[0].name)} is an image, and {clean_line(facts.model)} reads text only",
+            "use a model with an image encoder (Gemma 3 and 4, Qwen3.5), or remove the image",
         )
 
 

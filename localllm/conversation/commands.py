@@ -61,7 +61,9 @@ def _export(session: Session, text: str) -> str:
     ending = Path(text).suffix.lower().lstrip(".")
     kind, path = (word, rest.strip()) if word in FORMATS else (ending if ending in FORMATS else "md", text)
     if path == text and path and not {".", "/"} & set(path):
-        raise ConfigError(f"/export {clean_line(text)}: it must be {', '.join(FORMATS)}, or a path", "/export html")
+        raise ConfigError(
+            f"/export must be followed by {', '.join(FORMATS)} or a path, not {clean_line(text)}", "/export html"
+        )
     talk = session.conversation
     if not talk.roots:
         raise ConfigError("this chat is empty", "")
@@ -91,7 +93,7 @@ def _think(session: Session, text: str) -> str:
     if not text:
         return f"think is {talk.think}; choose from {', '.join(THINK)}"
     if text not in THINK:
-        raise ConfigError(f"/think {text}: it must be one of {', '.join(THINK)}", "/think off")
+        raise ConfigError(f"/think must be followed by one of {', '.join(THINK)}, not {text}", "/think off")
     talk.think = text
     return f"think {text}, from the next message; models that cannot switch reasoning ignore this"
 
@@ -225,11 +227,11 @@ def _ctx(session: Session, text: str) -> str:
     parts = {
         "instructions": count(talk.instructions) if talk.instructions else 0,
         "attachments": sum(count(text_of(one.content)) - count(one.user) for one in asked),
-        "pictures": pictures * picture_tokens(facts),
+        "images": pictures * picture_tokens(facts),
         "questions": sum(count(one.user) for one in turns),
         "answers": sum(count(one.text) for one in turns),
     }
-    parts["template and thinking"] = max(0, talk.used_tokens - sum(parts.values()))
+    parts["template and reasoning"] = max(0, talk.used_tokens - sum(parts.values()))
     to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
     parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)
@@ -264,7 +266,7 @@ def _tools(session: Session, text: str) -> str:
     if tools is None:
         raise ConfigError("this chat has no tools", "use `localllm chat --mcp FILE`, or [mcp.servers] in the settings")
     if text not in ("", "on", "off"):
-        raise ConfigError(f"/tools {text}: it must be on or off", "/tools")
+        raise ConfigError(f"/tools must be followed by on or off, not {text}", "/tools")
     if text:
         tools.is_on = text == "on"
         return f"tools are {text}, from the next message"

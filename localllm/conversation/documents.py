@@ -150,7 +150,7 @@ def _opened(file: Path, shown: str) -> tuple[str, bytes]:
         if not kind and head.startswith(b"%PDF-"):
             kind = "pdf"
         if not kind and b"\0" in head:
-            raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks, pictures or a folder")
+            raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks, images or a folder")
         limit = MAX_PICTURE_BYTES if kind == "picture" else MAX_BYTES if kind else MAX_TEXT_BYTES
         if found.st_size > limit:
             raise ConfigError(f"{shown} is {gib(found.st_size)}; the limit is {gib(limit)}", "attach a part of it")

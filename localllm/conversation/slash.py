@@ -70,5 +70,5 @@ def parse_port(text: str) -> int | None:
     if text == "off":
         return OFF
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
-        raise ConfigError(f"/serve {text}: it must be a port up to {MAX_PORT}, or off", "/serve 8000")
+        raise ConfigError(f"/serve must be followed by a port up to {MAX_PORT} or off, not {text}", "/serve 8000")
     return int(text)

@@ -216,7 +216,9 @@ def room_for(facts: Facts, used_tokens: int, num_calls: int) -> int:
 
 def _cut(text: str, room: int) -> str:
     over = len(text) - room
-    return text if over <= 0 else f"{text[:room]}\n[cut: {counted(over, 'more character')} did not fit in the context]"
+    if over <= 0:
+        return text
+    return f"{text[:room]}\n[truncated: {counted(over, 'more character')} did not fit in the context]"
 
 
 def shown_call(call: Call) -> str:

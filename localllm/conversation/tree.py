@@ -115,7 +115,7 @@ class Conversation:
         """The last exchange, if its answer can be continued. Raises ConfigError."""
         last = self.numbered("")
         if not last.text or last.stop not in ("length", "abort", "partial", "edited", "error"):
-            raise ConfigError("the last answer was not cut short", "/regen answers again")
+            raise ConfigError("the last answer is complete", "/regen answers again")
         return last
 
     def undo(self) -> None:

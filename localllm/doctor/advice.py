@@ -94,4 +94,4 @@ def _second(survey: Survey) -> Advice | None:
         return None
     count = len(survey.machine.gpus)
     text = "run a second model on another GPU, or split one model over all of them; plan compares both ways to split"
-    return Advice("cards", text, f"localllm plan MODEL --tensor-parallel {count}")
+    return Advice("gpus", text, f"localllm plan MODEL --tensor-parallel {count}")

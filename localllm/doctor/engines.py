@@ -23,7 +23,7 @@ from localllm.terminal import gib
 
 from .conditions import holds, matches
 from .finding import Survey, sm
-from .model_kind import ModelKind, asked_for, from_catalogue
+from .model_kind import ModelKind, asked_for, from_catalog
 from .room import Room, best_of, reads, room_of
 from .rules import Rule, rules
 
@@ -240,7 +240,7 @@ def _model(engine: Mapping[str, Any], model: ModelKind | str | None, survey: Sur
     def suited(pool: Sequence[catalog.Candidate]) -> ModelKind | None:
         graphs = [one for one in recipes() if "--enforce-eager" not in one.flags]  # eager mode is slow
         tried = [c.spec for c in pool if any(one.made_for(engine["name"], c.spec, survey) for one in graphs)]
-        kinds = [kind for c in pool if reads(engine, kind := from_catalogue(c), capability)]
+        kinds = [kind for c in pool if reads(engine, kind := from_catalog(c), capability)]
         smallest = min(kinds, key=lambda kind: kind.size_bytes, default=None)
         return best_of(pool, engine, survey, tried) or smallest
 

@@ -35,7 +35,7 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
     value = int(found[1] + found[2]) if found else next((c for c in CLASSES if name_of(c) == text), 0)
     if value not in CLASSES:
         known = ", ".join(map(name_of, CLASSES))
-        raise ConfigError(f"--kernels is {text!r}, but must be one of cpu, {known}", "localllm doctor --kernels sm_90")
+        raise ConfigError(f"--kernels must be one of cpu, {known}, not {text!r}", "localllm doctor --kernels sm_90")
     return value
 
 

@@ -32,7 +32,7 @@ OPEN_LICENSES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense
 
 
 def model_checks(resolved: Resolved, planner: Planner) -> Iterator[Check]:
-    """Yield the findings one by one. A model without local files is judged by its catalogue entry."""
+    """Yield the findings one by one. A model without local files is judged by its catalog entry."""
     for name, check in _checks(resolved, planner):
         yield replace(check, id=f"model.{name}", group=MODEL)
 
@@ -149,7 +149,7 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
 
     if not tokenizer.chat_template:
         again = f'localllm run {name} "Once upon a time"'
-        yield "template", ok("none: this is a base model, which completes text", "", again, chat=False)
+        yield "template", ok("none: this is a base model, which only completes text", "", again, chat=False)
         return
     try:
         template = ChatTemplate(tokenizer)
@@ -204,7 +204,7 @@ def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
 
 
 def resolve_quietly(name: str, planner: Planner, config: UserConfig | None = None) -> Resolved:
-    """Resolve a name to a local model, else to a catalogue entry, without contacting the hub.
+    """Resolve a name to a local model, else to a catalog entry, without contacting the hub.
 
     Raises what `fit.resolve` raises offline for an unknown name.
     """

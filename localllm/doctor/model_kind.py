@@ -1,6 +1,6 @@
 """Model properties that the flags of other engines depend on: experts, recurrent layers, weight format, draft head.
 
-They come from a local config.json or GGUF file, else from the catalogue, else from the name; `known_from` says which.
+They come from a local config.json or GGUF file, else from the catalog, else from the name; `known_from` says which.
 """
 
 from __future__ import annotations
@@ -88,19 +88,19 @@ class ModelKind:
 
 
 def model_kind(name: str) -> ModelKind:
-    """The properties of a model given by path, local name, catalogue name or any hub name."""
+    """The properties of a model given by path, local name, catalog name or any hub name."""
     config = _config(name)
     if config is not None:
         return _from_config(name, *config)
     entry = next((c for c in catalog.candidates() if name.casefold() in (c.spec.casefold(), c.name.casefold())), None)
     if entry is not None:
-        return from_catalogue(entry)
+        return from_catalog(entry)
     path = Path(name).expanduser()
     return _from_gguf(name, path) if path.suffix == ".gguf" and path.is_file() else _from_name(name)
 
 
-def from_catalogue(entry: catalog.Candidate) -> ModelKind:
-    """The properties of a catalogue entry."""
+def from_catalog(entry: catalog.Candidate) -> ModelKind:
+    """The properties of a catalog entry."""
     by_name = _from_name(entry.spec)
     stored = entry.format.casefold()
     exact = next((one for one in ("nvfp4", "mxfp4", "fp8", "bf16") if one in stored), "int4")
@@ -114,7 +114,7 @@ def from_catalogue(entry: catalog.Candidate) -> ModelKind:
         mtp=entry.draft if entry.quant else by_name.mtp,
         size_bytes=entry.download_bytes,
         context=entry.context,
-        known_from="the catalogue",
+        known_from="the catalog",
         method=entry.method,
         kv_per_token=entry.kv_bytes_per_token,
         kv_fixed=entry.kv_fixed_bytes,
@@ -128,7 +128,7 @@ Suited = Callable[[Sequence[catalog.Candidate]], ModelKind | None]
 def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
     """Resolve a name for an engine that reads GGUF files, or safetensors, to a model that the engine can open.
 
-    A path stays. A local model becomes its repository or its file. A catalogue name becomes the repository that
+    A path stays. A local model becomes its repository or its file. A catalog name becomes the repository that
     `suited` picks, else the smallest. Raises ModelNotFound.
     """
     wanted = "GGUF" if gguf else "safetensors"
@@ -139,16 +139,16 @@ def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
         return _from_gguf(name, found.path) if gguf else replace(model_kind(name), name=found.repo or str(found.path))
     pool = [c for c in catalog.members(name) if bool(c.quant) is gguf]
     if pool:
-        return suited(pool) or from_catalogue(min(pool, key=lambda c: c.download_bytes))
+        return suited(pool) or from_catalog(min(pool, key=lambda c: c.download_bytes))
     starter = catalog.starters().get(name.casefold())
     if starter is not None and gguf:
-        return replace(_from_name(f"{starter.repos[0]}:{starter.format}"), known_from="the catalogue")
+        return replace(_from_name(f"{starter.repos[0]}:{starter.format}"), known_from="the catalog")
     if starter is not None or catalog.members(name) or here:
         other = "--for vllm" if gguf else "--for llama.cpp"
-        raise ModelNotFound(f"the catalogue has no {wanted} files of {name}", f"localllm doctor {other} {name}")
+        raise ModelNotFound(f"the catalog has no {wanted} files of {name}", f"localllm doctor {other} {name}")
     if "/" not in name and not Path(name).expanduser().exists():
         raise ModelNotFound(
-            f"{shown(name)!r} is not a local file, a catalogue name or a repository", "use a name like org/repository"
+            f"{shown(name)!r} is not a local file, a catalog name or a repository", "use a name like org/repository"
         )
     return model_kind(name)
 

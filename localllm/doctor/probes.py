@@ -1,6 +1,6 @@
 """`doctor --deep`: measurements of bandwidth, compute and kernels. About 20 s; torch runs in a child process.
 
-Each probe yields its finding at once, so Ctrl-C keeps what was measured. A child that does not answer in time is
+Each probe yields its finding at once, so Ctrl+C keeps what was measured. A child that does not answer in time is
 killed: a copy between two GPUs can hang even though the driver allows it.
 """
 

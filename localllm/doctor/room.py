@@ -16,7 +16,7 @@ from localllm.plan.speeds import ETA
 from localllm.terminal import GIB, gib
 
 from .finding import Survey
-from .model_kind import ModelKind, from_catalogue
+from .model_kind import ModelKind, from_catalog
 
 MIN_CTX = 4096  # tokens; with less context an engine is not worth starting
 SPARE = 0.9  # fraction of the estimated room to use for context
@@ -136,7 +136,7 @@ def best_of(
     order = next(formats for least, formats in ORDERS if capability >= least)
     found = []
     for entry in pool:
-        kind = from_catalogue(entry)
+        kind = from_catalog(entry)
         if not reads(engine, kind, capability):
             continue
         try:

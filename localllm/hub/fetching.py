@@ -33,7 +33,7 @@ def download(
     """Download and verify the files; returns the path to open (a .gguf or a folder), at once if they are here.
 
     progress   receives a "download" `LoadProgress` in bytes, five times per second, from this thread
-    cancel     set it or press Ctrl-C to raise Aborted ("paused at 48 %; run the same command to resume")
+    cancel     set it or press Ctrl+C to raise Aborted ("paused at 48 %; run the same command to resume")
     workers    number of files downloaded in parallel
 
     Raises DownloadError, AuthRequired, ModelNotFound, DoesNotFit (disk), ConfigError (folder not writable), Aborted.

@@ -51,7 +51,7 @@ class Job:
 def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> Path:
     """Download all files of a job into the cache; returns the snapshot folder.
 
-    Raises Aborted when `cancel` is set or Ctrl-C is pressed, DoesNotFit when the disk is full, DownloadError for other
+    Raises Aborted when `cancel` is set or Ctrl+C is pressed, DoesNotFit when the disk is full, DownloadError for other
     failures. Downloaded data is kept for the next call, except files that failed their checksum.
     """
     for note in cache.prepare(job.repo):

@@ -194,7 +194,7 @@ class LLM(LoadedModel):
         import numpy as np
 
         if chunk is not None and chunk < 1:
-            raise InvalidRequest(f"chunk is {chunk}; it must be at least 1", "use chunk=256")
+            raise InvalidRequest(f"chunk must be at least 1, not {chunk}", "use chunk=256")
         request = Request(
             self.encode_prompt(prompt), SamplingParams(max_tokens=1), score=True, score_chunk=chunk or 256
         )
@@ -318,7 +318,7 @@ class LLM(LoadedModel):
             raise embeds_only(self.name)
         if self._template is None:
             raise InvalidRequest(
-                f"{self.name} is a base model: it has no chat template",
+                f"{self.name} is a base model without a chat template",
                 f'`localllm run {self.name} "Once upon a time"` completes text',
                 param="messages",
             )

@@ -46,7 +46,7 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text only",
-            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, or Mistral 3 or 4: safetensors with the vision tower, or"
+            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, or Mistral 3 or 4: safetensors with the image encoder, or"
             " a GGUF with an mmproj file next to it (`localllm show MODEL` reports problems with an mmproj file)",
             param=f"messages[{number}].content[{at}]",
         )

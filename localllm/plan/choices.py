@@ -65,7 +65,7 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
 
 
 def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> Iterator[ModelChoice]:
-    """Supported catalogue models that are not on this machine, each with the file `pull` would choose."""
+    """Supported catalog models that are not on this machine, each with the file `pull` would choose."""
     free = catalog.memory_of(planner.machine).free_bytes
     names = {_plain(row.name) for row in local}
     for starter in catalog.starters().values():
@@ -82,7 +82,7 @@ def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> 
 
 
 def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
-    """Every supported file of the catalogue, grouped by the plain name of its model."""
+    """Every supported file of the catalog, grouped by the plain name of its model."""
     forms: dict[str, list[ModelChoice]] = {}
     for one in catalog.candidates():
         if not one.needs:
@@ -91,7 +91,7 @@ def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
 
 
 def _row(one: catalog.Candidate, made: Plan | None, planner: Planner) -> ModelChoice:
-    """The row for one file of the catalogue."""
+    """The row for one file of the catalog."""
     row = ModelChoice(
         one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
         params=one.params, active_params=one.active_params, license=one.license,
@@ -116,7 +116,7 @@ def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, li
 
 
 def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:
-    """The catalogue model that a row belongs to, or "": its name is the model's plus nothing but a storage format."""
+    """The catalog model that a row belongs to, or "": its name is the model's plus nothing but a storage format."""
     plain = _plain(row.name)
     return next((name for name in forms if plain.startswith(name) and _STORED.fullmatch(plain, len(name))), "")
 

@@ -1,4 +1,4 @@
-"""Model selection: which catalogue models run on a machine according to the planner, and which one to recommend.
+"""Model selection: which catalog models run on a machine according to the planner, and which one to recommend.
 
 A family name resolves to its member with the highest `worth` here, which weighs size and date against the speed and
 the context that fit. The home screen, `plan`, `doctor` and a chat without a model name use the same ranking.
@@ -48,7 +48,7 @@ Plans = dict[catalog.Candidate, Plan | None]
 
 
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
-    """Model facts for a catalogue entry without its files; None if only its size is known.
+    """Model facts for a catalog entry without its files; None if only its size is known.
 
     The weights are as large as the download. Everything else comes from the entry's shape or from its config.json, read
     by the architecture. For an architecture that this version cannot run, stand-in layers give the right KV bytes only.
@@ -157,7 +157,7 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
 
 
 def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
-    """The plan for a catalogue entry; None if it cannot be planned, or needs a GPU and there is none."""
+    """The plan for a catalog entry; None if it cannot be planned, or needs a GPU and there is none."""
     facts = facts_of(candidate)
     if facts is None or (candidate.device == "gpu" and device_kind(planner) == "cpu"):
         return None
@@ -273,7 +273,7 @@ def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
 
 
 def with_draft(planner: Planner) -> Planner:
-    """A planner that includes the draft model named in the options, from its files or else from the catalogue.
+    """A planner that includes the draft model named in the options, from its files or else from the catalog.
 
     Raises ModelNotFound if neither has it, and what `resolve` and `open_model` raise.
     """
@@ -360,7 +360,7 @@ def local_option(model: hub.LocalModel, planner: Planner) -> Option | None:
 
 
 def entry_of(model: hub.LocalModel) -> catalog.Candidate:
-    """A local model as a catalogue entry, under its own name."""
+    """A local model as a catalog entry, under its own name."""
     size = (model.architecture, model.params, model.size_bytes, model.max_context)
     known = (one for one in catalog.candidates() if one.spec.casefold() == model.name.casefold())
     return replace(next(known, None) or catalog.candidate_of(model.name, *size), name=model.name)

@@ -209,7 +209,7 @@ class Memory:
         if not on_cpu or self.machine.compiler:
             held = facts.weight_bytes + facts.decoded_bytes
             if quant:
-                # a catalogue entry's layers are stand-ins, so only the total parameter count is reliable
+                # a catalog entry's layers are stand-ins, so only the total parameter count is reliable
                 layers = min(count_linear_params(facts), inner)
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":

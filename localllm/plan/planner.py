@@ -223,7 +223,7 @@ class Planner:
         """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
         if facts.assistant is not None:
             name = facts.name or facts.source_architecture
-            what = f"{name} drafts tokens for a larger Gemma 4 model and cannot run by itself"
+            what = f"{name} drafts tokens for a larger Gemma 4 model and cannot run alone"
             raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
         draft = self._drafts
         if draft is None or draft.assistant is None:
@@ -327,10 +327,10 @@ def _check(facts: ModelFacts, options: EngineOptions) -> None:
     """Raise ConfigError for invalid values that `EngineOptions` does not check."""
     if options.quant not in ("auto", "", *TARGET_BYTES):
         raise ConfigError(
-            f"quant is {options.quant!r}, but must be one of auto, {', '.join(TARGET_BYTES)}", "use --quant auto"
+            f"quant must be one of auto, {', '.join(TARGET_BYTES)}, not {options.quant!r}", "use --quant auto"
         )
     if options.prefill_budget is not None and options.prefill_budget < 1:
-        raise ConfigError(f"prefill_budget is {options.prefill_budget}, but must be at least 1", "leave it out")
+        raise ConfigError(f"prefill_budget must be at least 1, not {options.prefill_budget}", "leave it out")
     if isinstance(options.ctx, int) and options.ctx > facts.max_context:
         raise ConfigError(
             f"ctx {options.ctx:,} exceeds the model's maximum context of {facts.max_context:,} tokens",

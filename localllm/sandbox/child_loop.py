@@ -32,7 +32,7 @@ def serve(answer: Callable[[bytes], bytes], *, alarm_s: float = 0.0, cpu_s: floa
     alarm_s  wall time per answer, after which a stuck child whose parent is gone ends; 0: no limit
     cpu_s    CPU time per answer, enforced by the default action of SIGPROF; 0: no limit
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl+C
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(HEADER.pack(0))
     answers.flush()

@@ -66,7 +66,7 @@ class ServedModel:
             raise embeds_only(self.name)
         if not self.chat:
             raise InvalidRequest(
-                f"{self.name} is a base model: it has no chat template",
+                f"{self.name} is a base model without a chat template",
                 "send the text to /v1/completions",
                 param="messages",
             )

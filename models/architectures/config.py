@@ -85,7 +85,7 @@ class Config(ABC):
             what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
             raise bad(self.keys.path, what, key="heads")
         if self.head_dim % 2:
-            raise bad(self.keys.path, f"the head size {self.head_dim} is odd; it must be even", key="head_dim")
+            raise bad(self.keys.path, f"the head size must be even, not {self.head_dim}", key="head_dim")
         if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
             what = f"{rope.dim} rotated elements do not fit in a head of {self.head_dim}"
             raise bad(self.keys.path, what, key="rope")

@@ -98,7 +98,7 @@ class DeepseekV2(Architecture):
         if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
         if keys.flag("norm_topk_prob"):
-            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalised softmax weights)")
+            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalized softmax weights)")
         return _router(config, groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
@@ -112,7 +112,7 @@ class DeepseekV2(Architecture):
         keys = config.keys
         key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
         if rope.dim >= key_dim or rope.dim % 2:
-            what = f"is {rope.dim}; it must be even and less than the key size {key_dim}"
+            what = f"must be even and less than the key size {key_dim}, not {rope.dim}"
             raise keys.fail("rope.dimension_count", what)
         value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
         attention = _attention(

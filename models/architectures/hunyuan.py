@@ -40,7 +40,7 @@ class HunYuanDense(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         if config.keys.flag("use_cla"):
-            raise config.unsupported(f"{config.source} with use_cla (layers that share keys and values)")
+            raise config.unsupported(f"{config.source} with use_cla (layers that share a KV cache)")
         rope, context = config.rope()
         return self.facts(config, _ntk_scaled(config, rope), context)
 

@@ -325,7 +325,7 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
         found = Projector(replace(file, tensors=_renamed(file, kind.names)), model, text)
         facts = kind.facts(found)
         if facts is None:
-            raise bad(path, "describes a vision tower that is not supported", hint=OTHER_HINT, error=UnsupportedModel)
+            raise bad(path, "describes an image encoder that is not supported", hint=OTHER_HINT, error=UnsupportedModel)
         return found.file, facts
     except BaseException:
         file.close()
@@ -362,7 +362,7 @@ def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo
         ours = whole or names.get(module, "")
         known = match and ours and (int(deep[1]) in taps if deep else not match[1] or int(match[1]) < MAX_LAYERS)
         if not match or not known:
-            raise bad(file.path, "belongs to a kind of vision tower that is not supported", key=name, hint=OTHER_HINT,
+            raise bad(file.path, "belongs to an image encoder that is not supported", key=name, hint=OTHER_HINT,
                       error=UnsupportedModel)  # fmt: skip
         ours = ours.format(taps.index(int(deep[1])) if deep else match[1]) + ("" if whole else rest)
         shape = info.shape

@@ -86,7 +86,7 @@ def test_messages_say_what_value_and_limit(tmp_path: Path) -> None:
         "arch_unknown": "architecture mamba99 is not supported",
         "arch_clip": "is a vision projector, not a model",
         "type_adapter": "is a LoRA adapter, not a model",
-        "align_2e31": "is 2147483648; it must be a power of two up to 65,536",
+        "align_2e31": "must be a power of two up to 65,536, not 2147483648",
         "eos_out_of_range": "token id 271 is not in the vocabulary of 271",
         "cut_in_data": "truncated",
         "experts": "expert_used_count: is missing",

@@ -163,7 +163,7 @@ def test_line_mode_goes_on_where_nothing_can_be_served(tmp_path: Path) -> None:
     one.wait_for("the scripted engine has no server")
     one.wait_for("> ")
     one.send("/serve 99999\n")
-    one.wait_for("it must be a port up to 65535, or off")
+    one.wait_for("/serve must be followed by a port up to 65535 or off")
     one.send("/quit\n")
     assert one.end() == 0
 
@@ -196,7 +196,7 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:
     chat.child.send_signal(2)
     chat.wait_for("stopped by you")
     chat.wait_for("> ", times=2)
-    press_ctrl_c(chat, "Ctrl-C again")
+    press_ctrl_c(chat, "Ctrl+C again")
     press_ctrl_c(chat, "Continue:")
     assert chat.end() == 0
 

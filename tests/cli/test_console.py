@@ -185,7 +185,7 @@ def test_the_time_that_kernels_took_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     plain.tick()
     clock[0] = 13.0
     plain.update(Told("weights", 1, 8))
-    assert err.getvalue().splitlines()[-3:] == ["still kernels, 11 s", "built the kernels in 13 s", "loading: weights"]
+    assert err.getvalue().splitlines()[-3:] == ["kernels: 11 s so far", "built the kernels in 13 s", "loading: weights"]
 
 
 def test_plain_lines_come_every_ten_per_cent() -> None:
@@ -344,4 +344,4 @@ def test_long_silent_work_is_told_of_off_a_terminal(monkeypatch: pytest.MonkeyPa
     now[0] = 45.0
     lines.tick()
     said = written.getvalue().splitlines()
-    assert said[0] == "loading tiny" and "quantizing 6 of 30" in said and said[-1] == "still quantizing, 45 s"
+    assert said[0] == "loading tiny" and "quantizing 6 of 30" in said and said[-1] == "quantizing: 45 s so far"

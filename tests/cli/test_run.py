@@ -82,7 +82,7 @@ def test_a_picture_goes_with_the_prompt(invoke: Invoke, tmp_path: Path) -> None:
     piped = invoke("chat", "fake", "-a", str(tmp_path / "a.png"), stdin="hello")
     assert piped.stdout == "hello\n" and "a.png: 16 tokens" in piped.stderr
     refused = invoke("run", "fake-base", "what is it?", "-a", str(tmp_path / "a.png"))
-    assert refused.exit_code == 2 and "a.png is a picture, and fake-base reads text only" in refused.stderr
+    assert refused.exit_code == 2 and "a.png is an image, and fake-base reads text only" in refused.stderr
 
 
 def test_system_may_come_from_a_file(invoke: Invoke, tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
     assert invoke("run", "fake", "long", "--max-tokens", "5").exit_code == 0
     for more in (["--strict"], ["--schema", '{"type": "string"}']):
         result = invoke("run", "fake", "long", "--max-tokens", "5", "--json", *more)
-        assert result.exit_code == 10 and "was cut off at 5 tokens" in result.stderr
+        assert result.exit_code == 10 and "was truncated at 5 tokens" in result.stderr
         assert valid(result.stdout, "run-1")["output"][0]["stop"] == "length"
     full = invoke("run", "fake-small", "long", "--ctx", "64", "--strict")  # no --max-tokens could make room
     assert full.exit_code == 10 and "context window" in full.stderr and "--max-tokens" not in full.stderr
-    assert "cut off at 1 token " in invoke("run", "fake", "long", "--max-tokens", "1", "--strict").stderr
+    assert "truncated at 1 token " in invoke("run", "fake", "long", "--max-tokens", "1", "--strict").stderr
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_what_is_too_long_is_cut_when_allowed(invoke: Invoke, monkeypatch: pytes
     assert result.exit_code == 0
     assert "characters left out" in sent[-1] and sent[-1].endswith("the end")
     assert sent[-1].startswith("0\n1\n") == (side == "middle")
-    assert "the question was cut from 402 to" in result.stderr
+    assert "the prompt was truncated from 402 to" in result.stderr
     whole = invoke("run", "fake", "the end", "--truncate", side, stdin="short")
-    assert whole.stdout == "short\n\nthe end\n" and "cut" not in whole.stderr
+    assert whole.stdout == "short\n\nthe end\n" and "truncated" not in whole.stderr
 
 
 def test_instructions_that_leave_no_room_are_said(invoke: Invoke) -> None:

@@ -88,7 +88,7 @@ class Web:
         self.base, self.port, self.token = found[1], int(found[2]), found[3]
 
     def close(self) -> None:
-        """Ctrl-C."""
+        """Ctrl+C."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.stderr is not None
         try:

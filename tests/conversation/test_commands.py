@@ -52,7 +52,7 @@ def test_the_context_is_what_the_engine_counted() -> None:
     assert say("/ctx").splitlines() == [
         "questions                    3",
         "answers                      2",
-        "template and thinking       73",
+        "template and reasoning      73",
         "free                    32,690   of 32k",
     ]
     first.forgotten = True
@@ -98,7 +98,7 @@ def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: p
         say("/export json which-way.json")
     say("/export")
     assert "· 2 of 3 messages\n" in (tmp_path / "which-way.md").read_text()
-    with pytest.raises(ConfigError, match="/export pdf: it must be md, json, html, or a path"):
+    with pytest.raises(ConfigError, match="/export must be followed by md, json, html or a path, not pdf"):
         say("/export pdf")
     for path in ("notes.txt", "./notes"):
         assert say(f"/export {path}") == f"wrote {path}"

@@ -109,7 +109,7 @@ def test_a_model_that_reads_text_only_refuses_before_anything_is_lost() -> None:
     backend = FakeBackend()
     backend.model, backend.image_tokens = "fake", 0
     session = Session(backend, Conversation())
-    with pytest.raises(ConfigError, match=r"red\.png is a picture, and fake reads text only"):
+    with pytest.raises(ConfigError, match=r"red\.png is an image, and fake reads text only"):
         run(session, understand("/attach red.png"))
     assert not session.files
     backend.image_tokens = 256
@@ -118,7 +118,7 @@ def test_a_model_that_reads_text_only_refuses_before_anything_is_lost() -> None:
     asked = talk.ask("what is it?", tuple(session.files))
     asked.text = "a picture"
     session.files.clear()
-    assert "pictures                   256" in run(session, understand("/ctx"))
+    assert "images                     256" in run(session, understand("/ctx"))
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ def test_names_become_what_the_engine_can_open(
     assert launch(engine, asked, Survey(fake_machine(hw), fake_host(hw))).command == command
 
 
-def test_every_name_of_the_catalogue_becomes_a_repository_or_says_why_not(empty_home: Path) -> None:
+def test_every_name_of_the_catalog_becomes_a_repository_or_says_why_not(empty_home: Path) -> None:
     survey = Survey(fake_machine("rtx5090"), fake_host("rtx5090"))
     for name in catalog.aliases():
         commands, refused = [], set()

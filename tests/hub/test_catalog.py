@@ -1,4 +1,4 @@
-"""The catalogue: well-formed; every alias gives something runnable on every memory class, or is refused by name."""
+"""The catalog: well-formed; every alias gives something runnable on every memory class, or is refused by name."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def repository(spec: str) -> dict[str, bytes]:
 
 
 def test_families_take_the_best_the_hub_has(fake_hub: FakeHub, unrunnable: str) -> None:
-    """Ids in the catalogue are not verified: one the hub does not know is passed over."""
+    """Ids in the catalog are not verified: one the hub does not know is passed over."""
     fits = catalog.default_fits(GPU)
     best = catalog.choose("mistral", fits, free_label="x", on_gpu=True).best
     second = catalog.choose("mistral", fits, free_label="x", on_gpu=True, skip=frozenset({best.spec})).best
@@ -251,7 +251,7 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     assert fake_hub.log() == []
 
 
-def test_ollamas_names_of_the_catalogue(fake_hub: FakeHub) -> None:
+def test_ollamas_names_of_the_catalog(fake_hub: FakeHub) -> None:
     small = catalog.members("qwen3-0.6b")[0]
     fake_hub.add(small.repo, repository(small.spec))
     for name in ("qwen3:0.6b", "qwen3-0.6b:latest", f"hf.co/{small.spec}"):

@@ -47,7 +47,7 @@ def test_a_folder_names_its_file_and_wins_over_the_vendor(tmp_path: Path) -> Non
     folder.mkdir(parents=True)
     found = of(str(folder), temperature=0.61)
     assert found["temperature"] == (0.61, "generation_config.json")
-    assert found["top_k"] == (20, "card of Qwen3, thinking")
+    assert found["top_k"] == (20, "model card of Qwen3, thinking")
 
 
 def test_values_out_of_range_do_not_make_every_request_fail() -> None:

@@ -219,7 +219,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"r": 5}, "its rank must be 5"),
     "rank-pattern": ({"rank_pattern": {"q_proj": 8}}, "its rank must be 8"),
     "dora": ({"use_dora": True}, "the magnitudes contradict it"),
-    "huge": ({"r": 1 << 40}, "r: is 1,099,511,627,776; it must be 1 to 4,096"),
+    "huge": ({"r": 1 << 40}, "r: must be 1 to 4,096, not 1,099,511,627,776"),
 }
 
 

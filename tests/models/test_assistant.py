@@ -196,11 +196,11 @@ def test_one_that_cannot_draft_is_refused(tiny: Callable, tiny_of: Callable, tmp
     plan = cpu.plan(facts)
     assert plan.weight_bytes > Planner(MACHINES["cpu"]).plan(facts).weight_bytes and not plan.draft_pages
     with pytest.raises(
-        UnsupportedModel, match="drafts tokens for a larger Gemma 4 model and cannot run by itself"
+        UnsupportedModel, match="drafts tokens for a larger Gemma 4 model and cannot run alone"
     ) as raised:
         Planner(MACHINES["cpu"]).plan(draft)
     assert "--draft" in raised.value.hint
-    with pytest.raises(UnsupportedModel, match="cannot run by itself"):
+    with pytest.raises(UnsupportedModel, match="cannot run alone"):
         LLM(tmp_path / "draft")
     with pytest.raises(ConfigError, match="expects a KV cache with other shapes"):
         cpu.plan(open_model(other.save(tmp_path / "other")).facts)
@@ -280,7 +280,7 @@ def test_lists_show_one_without_a_tokenizer(tiny: Callable, tiny_of: Callable, t
     assert (row.broken, row.supported, row.chat) == (False, True, False)
     with open_model(folder) as checkpoint:
         fields = show._show_fields(checkpoint, "org/it", "", EngineOptions())
-        assert not fields["capabilities"]["chat"] and "cannot run by itself" in fields["plan"]["reason"]
+        assert not fields["capabilities"]["chat"] and "cannot run alone" in fields["plan"]["reason"]
         assert "--draft" in show._chats(checkpoint.facts)
     assert pull._fits(folder, EngineOptions()) == (None, None)
 

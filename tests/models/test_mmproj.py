@@ -114,7 +114,7 @@ def test_layers_that_the_file_does_not_list(tmp_path: Path) -> None:
     path = as_gguf(model_of("qwen3-vl"), tmp_path, is_deepstack_layers=[True, False, False, False])
     with open_model(path) as checkpoint:
         assert checkpoint.facts.vision is None
-        assert "v.deepstack.2." in checkpoint.unread and "vision tower that is not supported" in checkpoint.unread
+        assert "v.deepstack.2." in checkpoint.unread and "image encoder that is not supported" in checkpoint.unread
 
 
 def test_which_file_is_taken(tmp_path: Path) -> None:

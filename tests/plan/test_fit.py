@@ -1,4 +1,4 @@
-"""The planner's picks: what a family becomes on each machine, against the rule and the catalogue."""
+"""The planner's picks: what a family becomes on each machine, against the rule and the catalog."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPED = [c for c in catalog.candidates() if c.shape is not None]
 
 @pytest.mark.parametrize("candidate", SHAPED, ids=lambda c: f"{c.name}-{c.format}")
 def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
-    """Seven numbers of a model's shape give its parameters: a typing error in the catalogue would show."""
+    """Seven numbers of a model's shape give its parameters: a typing error in the catalog would show."""
     from localllm.models.architectures.layers import Norms
 
     facts = fit.facts_of(candidate)
@@ -105,7 +105,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_gpu() -> None:
     assert fit.device_kind(Planner(MACHINES["rtx4090"]).having(device="cpu")) == "cpu"
 
 
-def test_a_local_model_outside_the_catalogue_is_judged_by_its_size() -> None:
+def test_a_local_model_outside_the_catalog_is_judged_by_its_size() -> None:
     fits = fit.judge(Planner(MACHINES["rtx4090"]), 8192)
     small = catalog.candidate_of("org/mine", "llama", 8 * 10**9, 5 * 10**9, 32768)
     large = catalog.candidate_of("org/big", "llama", 70 * 10**9, 42 * 10**9, 32768)

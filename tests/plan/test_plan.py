@@ -334,15 +334,15 @@ def test_what_becomes_larger_while_loading_is_planned_for() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv": "nonsense"}, "expected auto"),
-        ({"dtype": "int3"}, "expected auto"),
+        ({"kv": "nonsense"}, "must be auto"),
+        ({"dtype": "int3"}, "must be auto"),
         ({"quant": "int5"}, "must be one of auto"),
-        ({"ctx": 0}, "expected auto, max, or 16 to"),
-        ({"ctx": "many"}, "expected auto, max, or 16 to"),
+        ({"ctx": 0}, "must be auto, max, or 16 to"),
+        ({"ctx": "many"}, "must be auto, max, or 16 to"),
         ({"ctx": 200_000}, "131,072"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "cuda:x"}, "cuda:x"),
-        ({"max_parallel": 0}, "expected a whole number from 1"),
+        ({"max_parallel": 0}, "must be a whole number from 1"),
         ({"prefill_budget": 0}, "at least 1"),
     ],
 )

@@ -268,7 +268,7 @@ async def test_a_request_without_a_model_is_answered_by_the_only_one(client):
     assert (await client.post(CHAT, json=ask(model="org/tiny"))).json()["model"] == "tiny"
 
 
-@pytest.mark.parametrize(("embeds", "said"), [(False, "no chat template"), (True, "is an embedding model")])
+@pytest.mark.parametrize(("embeds", "said"), [(False, "without a chat template"), (True, "is an embedding model")])
 async def test_a_model_that_cannot_chat_is_not_loaded_to_say_so(make_client, embeds, said):
     base = ServedModel("base", "base", chat=False, embeds=embeds)
     pool = ModelPool([base, ServedModel("other", "other")].copy, None, lambda: None)

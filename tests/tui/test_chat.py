@@ -281,7 +281,7 @@ async def test_ctrl_c_stops_clears_and_then_quits() -> None:
         await running.pilot.pause()
         await running.pilot.press("ctrl+c")
         assert running.prompt.text == ""
-        assert "press ctrl+c again" in running.text("#state")
+        assert "press Ctrl+C again" in running.text("#state")
         await running.pilot.press("y", "ctrl+c")  # typing goes on with the chat
         await running.pilot.pause()
         assert running.app.return_code is None and running.prompt.text == ""

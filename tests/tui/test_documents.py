@@ -68,7 +68,7 @@ async def test_a_picture_is_mentioned_or_dropped_and_refused_where_it_cannot_be_
         assert "a cat.png, red.png: " in notices(running)
         running.backend.image_tokens = 0
         await running.send("and @red.png")
-        await running.until(lambda: "red.png is a picture, and fake reads text only" in notices(running))
+        await running.until(lambda: "red.png is an image, and fake reads text only" in notices(running))
         assert len(running.screen.conversation.exchanges) == 1 and len(running.backend.sent) == 1
         await running.pilot.press("up")
         assert running.prompt.text == "and @red.png"

@@ -140,7 +140,7 @@ def test_a_chat_on_a_terminal_is_saved_and_continued_after_a_kill(
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait()
     second = open_terminal("chat", "fake", "-c", env=env)
-    second.has("cut off when the program exited")
+    second.has("interrupted when the program exited")
     assert "Sentence number" in second.text
     second.send("\x03\x03")
     assert second.end() == 0

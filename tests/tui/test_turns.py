@@ -161,7 +161,7 @@ async def test_an_answer_is_rewritten_and_continued() -> None:
         assert running.backend.sent[-1][0][-1] == {"role": "assistant", "content": "I said"}
         assert running.answers[-1].answer.source == "I said and so on."
         await running.send("/continue")
-        await running.until(lambda: "not cut short" in said(running))
+        await running.until(lambda: "is complete" in said(running))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Actions(Stream):
         if self.current is not None:
             return f"{label('chat.stop')} stop · {label('app.help')} help"
         if self.state.facts.times_kernels:
-            return f"timing kernels for this card · {label('chat.stop')} stop · {label('app.help')} help"
+            return f"timing kernels for this GPU · {label('chat.stop')} stop · {label('app.help')} help"
         if self.app.size.width < 100:
             return f"^P palette · {label('app.help')} help"
         return f"^P palette · {label('models.open')} models · {label('engine.open')} engine · {label('app.help')} help"
@@ -132,12 +132,12 @@ class Actions(Stream):
         self._interrupted_at = now
         if self.current is not None:
             self.action_escape()
-            self.flash("stopping; press ctrl+c again to stop and quit", AGAIN_S)
+            self.flash("stopping; press Ctrl+C again to stop and quit", AGAIN_S)
         elif prompt.text:
             prompt.put("")
-            self.flash("cleared, ↑ restores it; press ctrl+c again to quit", AGAIN_S)
+            self.flash("cleared, ↑ restores it; press Ctrl+C again to quit", AGAIN_S)
         else:
-            self.flash("press ctrl+c again to quit", AGAIN_S)
+            self.flash("press Ctrl+C again to quit", AGAIN_S)
 
     @on(TextArea.Changed)
     def _typed(self, event: TextArea.Changed) -> None:
@@ -186,10 +186,10 @@ class Actions(Stream):
         self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
 
     def action_thinking(self) -> None:
-        """Fold or unfold the thinking and calls of the last answer that has any."""
+        """Fold or unfold the reasoning and calls of the last answer that has any."""
         if any(message.toggle() for message in reversed(list(self.query(AssistantMessage)))):
             return
-        self.flash("no answer here has thinking")
+        self.flash("no answer here has reasoning")
 
     @on(OptionList.OptionSelected, "#home-list")
     async def _home_chosen(self, event: OptionList.OptionSelected) -> None:

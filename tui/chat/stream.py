@@ -64,7 +64,7 @@ class Stream(Turns):
         self.refresh_lines()
 
     def _idle_news(self) -> bool:
-        """Whether kernel timing on the card started or stopped in an idle moment; checked once a second."""
+        """Whether kernel timing on the GPU started or stopped in an idle moment; checked once a second."""
         facts, now = self.state.facts, time.monotonic()
         if facts.device in ("", "cpu") or now - self._looked < LOOK_S:
             return False

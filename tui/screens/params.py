@@ -1,4 +1,4 @@
-"""F2: sampling, thinking and instructions in one panel; an empty field shows its default."""
+"""F2: sampling, reasoning and instructions in one panel; an empty field shows its default."""
 
 from __future__ import annotations
 

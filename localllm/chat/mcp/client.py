@@ -113,7 +113,7 @@ class McpTools:
         """Call a tool with JSON arguments. Failures are returned as a failed result; `cancel` ends the wait."""
         tool = self._tools.get(name)
         if tool is None:
-            return Result(f"there is no tool {clean_line(name)[:64]}", failed=True)
+            return Result(f"unknown tool {clean_line(name)[:64]}", failed=True)
         try:
             given = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ class McpTools:
             return
         try:
             self._run(self._close_all()).result()
-        except BaseException:  # a second Ctrl-C: the process exits before the programs can be asked to end
+        except BaseException:  # a second Ctrl+C: the process exits before the programs can be asked to end
             from .stdio import kill_all
 
             kill_all()
@@ -307,7 +307,7 @@ def _usable(tools: list[Any], refused: list[str]) -> Iterator[dict[str, Any]]:
         elif not all(isinstance(told.get(key) or "", str) for key in ("description", "title")):
             why = "its description must be text"
         if why:
-            refused.append(f"the tool {clean_line(str(name))[:64]} is left out: {why}")
+            refused.append(f"skipping the tool {clean_line(str(name))[:64]}: {why}")
             continue
         yield {key: told[key] for key in ("name", "title", "description", "inputSchema") if told.get(key) is not None}
 
@@ -330,7 +330,7 @@ def _result(answer: Any) -> Result:
     text = clean("\n".join(part for part in parts if part))
     cut = max(0, len(text) - MAX_RESULT_CHARS)
     if cut:
-        text = f"{text[:MAX_RESULT_CHARS]}\n[cut: {counted(cut, 'more character')}]"
+        text = f"{text[:MAX_RESULT_CHARS]}\n[truncated: {counted(cut, 'more character')}]"
     return Result(text or "(no output)", bool(answer.is_error))
 
 

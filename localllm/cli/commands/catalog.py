@@ -20,7 +20,7 @@ from localllm.terminal import counted, gib, params_short, tokens_short
 
 
 class Entry(NamedTuple):
-    """A model of the catalogue, as planned for this machine."""
+    """A model of the catalog, as planned for this machine."""
 
     best: fit.Best
     recommended: bool
@@ -42,7 +42,7 @@ def catalog(
     fits: Annotated[bool, Option("--fits", help="Only models that run on this machine.")] = False,
     hardware: HardwareFlags = HardwareFlags(),
 ) -> int:
-    """List every model of the catalogue with the file that suits this machine best, its context and its speed.
+    """List every model of the catalog with the file that suits this machine best, its context and its speed.
 
     FITS is the largest context that fits. ≈ marks an estimate, ✓ a measurement made here. ★ marks the model to start
     with; with --family, the one that the family's name selects in `chat`, `pull` and `plan`.
@@ -73,11 +73,11 @@ def _family(name: str | None) -> str | None:
         return name and name.casefold()
     near = nearest(name, known)
     hint = f"localllm catalog --family {near}" if near else "`localllm catalog` lists all models"
-    raise ConfigError(f"no family {name!r} in the catalogue: choose from {', '.join(known)}", hint)
+    raise ConfigError(f"no family {name!r} in the catalog: choose from {', '.join(known)}", hint)
 
 
 def _entries(family: str | None, planner: Planner, limit: catalogue.DownloadLimit | None) -> Iterator[Entry]:
-    """The models in catalogue order; `limit` is the download limit that applies to a family's name."""
+    """The models in catalog order; `limit` is the download limit that applies to a family's name."""
     plans: fit.Plans = {}
     if family:
         choice = fit.recommended(family, planner, limit, plans)

@@ -53,7 +53,7 @@ def chat(
     think: Think = None,
     attach: Annotated[
         list[Path] | None,
-        Option("-a", "--attach", metavar="PATH", help="A file, folder or picture for the first message."),
+        Option("-a", "--attach", metavar="PATH", help="A file, folder or image for the first message."),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Line mode, for screen readers and dumb terminals.")] = False,
     web: Annotated[bool, Option("--web", help="Chat in a browser on this machine.")] = False,

@@ -69,7 +69,7 @@ def _no_action(action: str, key: str | None) -> ConfigError:
         meant = f"localllm config set {action} {key}" if key is not None else f"localllm config get {action}"
         return ConfigError(f"config {clean_line(action)}: say get, set or unset first", meant)
     near = nearest(action, ACTIONS)
-    known = f"did you mean {near}?" if near else f"it must be one of {', '.join(ACTIONS)}"
+    known = f"did you mean {near}?" if near else f"the action must be one of {', '.join(ACTIONS)}"
     return ConfigError(f"config {clean_line(action)}: {known}", f"localllm config {near or 'list'}")
 
 

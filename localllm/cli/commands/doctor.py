@@ -79,7 +79,7 @@ def doctor(
     ] = None,
     strict: Annotated[bool, Option("--strict", help="Fail on warnings as well.")] = False,
     kernels: Annotated[
-        bool, Option("--kernels", help="Kernels by op, for this card or a named one (sm_75 ... sm_121, cpu).")
+        bool, Option("--kernels", help="Kernels by op, for this GPU or a named one (sm_75 ... sm_121, cpu).")
     ] = False,
     listing: Annotated[bool, Option("--list", help="List the checks.")] = False,
 ) -> int:
@@ -158,7 +158,7 @@ def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
 
 
 def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:
-    """Measure, naming each measurement as it starts. Ctrl-C ends the run and keeps the results so far."""
+    """Measure, naming each measurement as it starts. Ctrl+C ends the run and keeps the results so far."""
     from localllm.doctor.probes import deep_checks, probes
 
     console = env.console

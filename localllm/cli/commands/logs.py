@@ -37,7 +37,7 @@ def logs(
     limit: Annotated[int, Option("-n", "--limit", metavar="N", min=1, help="Maximum number of rows.")] = 20,
     form: Annotated[str, Option("--format", metavar="md|json|html", help="Export format.")] = "md",
     output: Annotated[Path | None, Option("-o", "--output", metavar="FILE", help="File to write; - is stdout.")] = None,
-    reasoning: Annotated[bool, Option("--reasoning", help="Include the thinking.")] = False,
+    reasoning: Annotated[bool, Option("--reasoning", help="Include the reasoning.")] = False,
 ) -> int:
     """List, search, show, export and remove saved chats; import chats from ChatGPT and Open WebUI.
 

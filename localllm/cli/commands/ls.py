@@ -102,7 +102,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
         gib(model.size_bytes),
         tokens_short(model.max_context),
         f"✓ {tokens_short(made.max_ctx)}" if made.fits else "✗",
-        f"{mark} {rate(made.decode_tps)} t/s" if made.fits else "–",
+        f"{mark} {rate(made.decode_tps)} tok/s" if made.fits else "–",
         _ago(model.last_used),
         " · ".join(part for part in (note, quality) if part),
     )

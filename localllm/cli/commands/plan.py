@@ -264,15 +264,15 @@ def _hints(
     limit: DownloadLimit | None,
     gpu: str | None,
 ) -> Iterator[str]:
-    """Yield alternatives: a faster and a larger model, one over the download limit, newer models, other card sizes."""
+    """Yield alternatives: a faster and a larger model, one over the limit, newer models, other memory sizes."""
     from localllm.device.imagined import other_sizes
     from localllm.hub import catalog
 
     fast, largest = advised.get("fast"), advised.get("largest")
     if fast and fast is not largest:
-        yield f"fastest good one: {option_line(fast, options[fast].plan)}"
+        yield f"fastest good model: {option_line(fast, options[fast].plan)}"
     if largest:
-        word = "fastest good one, and the largest that fits" if fast is largest else "largest that fits"
+        word = "fastest good model, and the largest that fits" if fast is largest else "largest that fits"
         yield f"{word}: {option_line(largest, options[largest].plan)}"
     best = advised.get("best")
     for name in names or ():
@@ -291,11 +291,11 @@ def _hints(
             yield f"this version cannot run {title}; how to start it elsewhere: localllm doctor --for llama.cpp {name}"
     if sizes := other_sizes(gpu):
         listed = ", ".join(f"--vram {size:g}G" for size in sizes)
-        yield f"this card also comes with other memory sizes: {listed}"
+        yield f"this GPU also comes with other memory sizes: {listed}"
 
 
 def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
-    """Yield what the first model needs on all cards together, for each way to split it."""
+    """Yield what the first model needs on all GPUs together, for each way to split it."""
     from localllm.plan.placement import unusable
 
     machine, options = planner.machine, planner.options

@@ -69,7 +69,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row.get('running', 0)}/{parallel}"
         if ready and parallel
         else _STATES.get(row.get("state"), str(row.get("state"))),
-        f"{rate(tps)} t/s" if tps else "–",
+        f"{rate(tps)} tok/s" if tps else "–",
         seconds_short(row["up_s"]),
         seconds_short(expires) if expires is not None else "–",
         row["url"] or "–",

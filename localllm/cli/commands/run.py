@@ -67,7 +67,7 @@ def run(
             "-a",
             "--attach",
             metavar="PATH",
-            help="A file, folder or picture to put before the prompt; repeatable.",
+            help="A file, folder or image to put before the prompt; repeatable.",
         ),
     ] = None,
     resume_last: Annotated[bool, Option("-c", "--continue", help="Continue the last saved chat.")] = False,
@@ -79,7 +79,7 @@ def run(
         str | None, Option(metavar="LANG", help="Print only the first block in this language.")
     ] = None,
     truncate: Annotated[
-        str, Option(metavar="never|head|middle", help="Where to cut a prompt that is too long.")
+        str, Option(metavar="never|head|middle", help="Where to truncate a prompt that is too long.")
     ] = "never",
     mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers for --yes-tools.")] = None,
     yes_tools: Annotated[
@@ -100,7 +100,7 @@ def run(
     hide_thinking: Annotated[
         bool | None, Option("--hide-thinking/--show-thinking", help="Hide or show the reasoning.")
     ] = None,
-    strict: Annotated[bool, Option("--strict", help="Exit 10 if the answer was cut off.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit 10 if the answer was truncated.")] = False,
 ) -> int:
     """Answer one prompt and exit: the answer goes to stdout, everything else to stderr.
 
@@ -196,9 +196,9 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.given.get("max_tokens")
             if limit is None:
-                full = f"the answer was cut off: the context window of {facts.ctx:,} tokens is full"
+                full = f"the answer was truncated: the context window of {facts.ctx:,} tokens is full"
                 raise ConstraintUnmet(full, "use a larger --ctx, or a shorter prompt")
-            raise ConstraintUnmet(f"the answer was cut off at {counted(limit, 'token')}", "raise --max-tokens")
+            raise ConstraintUnmet(f"the answer was truncated at {counted(limit, 'token')}", "raise --max-tokens")
     return 0
 
 
@@ -239,7 +239,7 @@ def _place(env: Env, job: Job) -> str:
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
-    """The messages, with documents before the last one, cut to the window if that is allowed and needed."""
+    """The messages, with documents before the last one, truncated to the window if that is allowed and needed."""
     if job.documents:
         _take_documents(env, backend, facts, job)
     if job.truncate == "never" or not facts.ctx:
@@ -249,7 +249,7 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
     limit, pictures = job.sampling.given.get("max_tokens"), num_images(job.messages) * picture_tokens(facts)
     messages, before, after = shortened(job.messages, facts.ctx, limit, job.truncate, backend.count_tokens, pictures)
     if after < before:
-        env.console.warn(f"the question was cut from {before:,} to {after:,} tokens (--truncate {job.truncate})")
+        env.console.warn(f"the prompt was truncated from {before:,} to {after:,} tokens (--truncate {job.truncate})")
     return messages
 
 

@@ -90,7 +90,7 @@ def serve(
 ) -> int:
     """Serve models over HTTP: OpenAI, Anthropic and Ollama APIs, metrics and health.
 
-    Ctrl-C lets running requests finish; a second Ctrl-C drops them.
+    Ctrl+C lets running requests finish; a second Ctrl+C drops them.
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
@@ -369,7 +369,7 @@ class _ServerHooks:
             self._console.say("dropped the running requests")
             self.end()
         elif running:
-            self._console.say(f"stopping: {counted(running, 'request')} running; press Ctrl-C again to drop them")
+            self._console.say(f"stopping: {counted(running, 'request')} running; press Ctrl+C again to drop them")
 
     def end(self) -> None:
         self._close_progress()

@@ -166,7 +166,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
         ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16){fixed}"),
         ("chat template", _chats(facts)),
-        ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
+        ("reasoning", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
         ("images", _images(checkpoint)),
         ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),

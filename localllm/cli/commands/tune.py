@@ -1,4 +1,4 @@
-"""This machine: Time kernel tile sizes on this card now"""
+"""This machine: Time kernel tile sizes on this GPU now"""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def tune(
     seconds: Annotated[float, Option(metavar="S", min=1, help="Time limit in seconds.")] = 20.0,
     window: WindowFlags = WindowFlags(),
 ) -> int:
-    """Time up to eight tile sizes for every kernel and shape of a model on this card, and keep the fastest of each.
+    """Time up to eight tile sizes for every kernel and shape of a model on this GPU, and keep the fastest of each.
 
-    Without this command, the same happens in idle moments after the first answer. Ctrl-C stops and keeps the results.
+    Without this command, the same happens in idle moments after the first answer. Ctrl+C stops and keeps the results.
     """
     import torch
 

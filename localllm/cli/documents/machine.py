@@ -141,7 +141,7 @@ class LaunchModel(TypedDict):
 
 
 class LaunchRecipe(TypedDict):
-    """A command that has been run for this model on these cards."""
+    """A command that has been run for this model on these GPUs."""
 
     model: str
     card: str

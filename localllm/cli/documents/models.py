@@ -178,7 +178,7 @@ class HostExperts(TypedDict):
 
 
 class Rank(TypedDict):
-    """The memory of one of several cards."""
+    """The memory of one of several GPUs."""
 
     device: str
     weight_bytes: Count

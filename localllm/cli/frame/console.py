@@ -217,7 +217,7 @@ class Console:
             )
         self._err(f"{question} {'[Y/n]' if default else '[y/N]'} ")
         reply = sys.stdin.readline()
-        if not reply:  # Ctrl-D
+        if not reply:  # Ctrl+D
             self._err("\n")
             return False
         reply = reply.strip().lower()

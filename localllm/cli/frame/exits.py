@@ -40,11 +40,11 @@ def exit_code(console: Console, body: Callable[[], Any]) -> int:
 
 
 def interrupted(console: Console, error: Aborted | None = None) -> int:
-    """Ctrl-C: say so at once; a second Ctrl-C ends the process without waiting."""
+    """Ctrl+C: say so at once; a second Ctrl+C ends the process without waiting."""
     with contextlib.suppress(ValueError):  # outside the main thread, in tests
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     if console.as_json:
-        return console.fail(error or Aborted("stopped by Ctrl-C"))
+        return console.fail(error or Aborted("stopped by Ctrl+C"))
     said = error.message if error else "stopped"
     if console.as_events:
         console.event({"event": "note", "message": said})

@@ -208,8 +208,8 @@ class SamplingFlags:
 class HardwareFlags:
     """A machine other than this one."""
 
-    gpu: Annotated[str | None, Option(metavar="NAME", help="Plan for this card: 4090, 2x 3090.")] = None
-    vram: Annotated[str | None, Option(metavar="SIZE", help="Plan for a card with this much memory: 24G.")] = None
+    gpu: Annotated[str | None, Option(metavar="NAME", help="Plan for this GPU: 4090, 2x 3090.")] = None
+    vram: Annotated[str | None, Option(metavar="SIZE", help="Plan for a GPU with this much memory: 24G.")] = None
     bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None
     ram: Annotated[str | None, Option(metavar="SIZE", help="Plan for this much RAM: 64G.")] = None
 

@@ -47,7 +47,7 @@ class Progress:
         """Report that time passed; called a few times a second."""
 
     def interrupted(self) -> str:
-        """Ctrl-C: return how to resume; empty when there is nothing to resume."""
+        """Ctrl+C: return how to resume; empty when there is nothing to resume."""
         return f"paused at {self._percent} %; run the same command to resume" if self._done < self._total else ""
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class PlainProgress(Progress):
             self._console.say(f"download stalled for {self._stalled} at {self._percent} %, retrying")
         elif self._phase is not None and now - self._shown_at >= 2 * PLAIN_EVERY_S:
             self._shown_at = now
-            self._console.say(f"still {clean_line(self._phase.label)}, {seconds_short(now - self._phase_start)}")
+            self._console.say(f"{clean_line(self._phase.label)}: {seconds_short(now - self._phase_start)} so far")
 
 
 class BarProgress(Progress):

@@ -57,7 +57,7 @@ def replicas_of(text: str) -> tuple[int, int]:
     except ValueError:
         low = high = 0
     if not 1 <= low <= high <= 1000:
-        raise ConfigError(f"--replicas is {text!r}: expected a number or a range", "--replicas 2, or --replicas 1-4")
+        raise ConfigError(f"--replicas must be a number or a range, not {text!r}", "--replicas 2, or --replicas 1-4")
     return low, high
 
 

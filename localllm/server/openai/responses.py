@@ -130,7 +130,7 @@ async def list_input_items(request: Request) -> dict[str, Any]:
         items.reverse()
     limit = query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit) <= 100:
-        raise invalid(f"limit must be a whole number from 1 to 100, got {limit[:40]!r}.", "limit", "invalid_value")
+        raise invalid(f"limit must be a whole number from 1 to 100, not {limit[:40]!r}.", "limit", "invalid_value")
     first, after = 0, query.get("after")
     if after is not None:
         first = next((index for index, item in enumerate(items, 1) if item["id"] == after), 0)
