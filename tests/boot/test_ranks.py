@@ -197,7 +197,7 @@ def test_other_files_and_other_versions_are_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "versions", lambda: ["0.0.1", "1.0"])
-        with pytest.raises(ConfigError, match="rank 1: this rank runs localllm .*rank 0 0.0.1 with torch 1.0"):
+        with pytest.raises(ConfigError, match="rank 1: this rank runs localllm .*rank 0 runs 0.0.1 with torch 1.0"):
             LLM(tiny_path, tensor_parallel=2, **TINY)
     real = ranks.identity_of
     with monkeypatch.context() as patch:

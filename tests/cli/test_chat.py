@@ -175,13 +175,13 @@ def test_line_mode_serves_its_own_model(tmp_path: Path) -> None:
 
     path = tiny_models.tiny_gguf(tmp_path / "tiny.gguf", "Q8_0")
     one = Line(tmp_path, "--serve", "0", env={"LOCALLLM_ENGINE": ""}, model=str(path))
-    one.wait_for("while the chat is open", 60)
+    one.wait_for("until the chat is closed", 60)
     url = re.search(r"http://127\.0\.0\.1:\d+/v1", one.errors.read_text())
     assert url is not None
     listed = httpx.get(f"{url[0]}/models", timeout=30, trust_env=False).json()
     assert [row["id"] for row in listed["data"]] == ["tiny.gguf"]
     one.send("/serve off\n")
-    one.wait_for("closed")
+    one.wait_for("stopped serving")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url[0]}/models", timeout=30, trust_env=False)
     one.send("/quit\n")

@@ -42,7 +42,7 @@ class Life:
         self.text = answer["choices"][0]["message"]["content"]
         self.read = answer["usage"]["prompt_tokens"]
         self.cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        self.said = self.served.log.read_text().count("kept conversations")
+        self.said = self.served.log.read_text().count("a stored page is")
 
 
 def pages(folder):
