@@ -163,6 +163,7 @@ class HubLoader:
         options = self._of(model)
         with open_model(resolved.path, options.mmproj) as checkpoint:
             planner = fit.with_draft(Planner.here(options, machine))
+            planner = fit.with_drafter_beside(planner, checkpoint.facts, checkpoint.path)
             return planner.plan_within(checkpoint.facts, checkpoint.path)
 
     def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
 from localllm.models.architectures import ModelFacts, open_model
-from localllm.paths import folders_near, is_drafter
 
 if TYPE_CHECKING:
     from localllm.models.assistant import AssistantModel
@@ -26,16 +25,6 @@ def is_wanted(options: EngineOptions) -> bool:
     if options.speculation == "draft" and not options.draft:
         raise ConfigError("speculation is 'draft', but no draft model is named", "--draft MODEL names one")
     return bool(options.draft) and options.speculation in ("auto", "draft")
-
-
-def drafter_beside(path: Path, options: EngineOptions, facts: ModelFacts) -> Path | None:
-    """The file next to a GGUF model that drafts for it, if it is to be used: no other draft model or head is."""
-    if options.draft or options.speculation not in ("auto", "draft") or facts.predictor is not None:
-        return None
-    if path.suffix != ".gguf":
-        return None
-    found = (file for folder in folders_near(path) for file in sorted(folder.glob("*.gguf")) if is_drafter(file.name))
-    return next((file for file in found if file != path), None)
 
 
 def check_head(options: EngineOptions, facts: ModelFacts, name: str) -> None:

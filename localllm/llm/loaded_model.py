@@ -129,7 +129,8 @@ class LoadedModel(AdaptedModel):
 
     def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
         """The draft model: the one that the options name, or the drafter next to the model. The plan includes it."""
-        from localllm.llm.draft import Draft, check_head, drafter_beside, is_wanted
+        from localllm.llm.draft import Draft, check_head, is_wanted
+        from localllm.plan.fit import drafter_beside
 
         check_head(self.options, self.facts, self.name)
         beside = drafter_beside(self._checkpoint.path, self.options, self.facts)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from localllm import hub
 from localllm.checkpoint import Checkpoint
+from localllm.config import EngineOptions
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
@@ -22,6 +23,7 @@ from localllm.models.architectures.facts import ModelFacts, repeated
 from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.registry import understand
+from localllm.paths import folders_near, is_drafter
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -291,6 +293,29 @@ def with_draft(planner: Planner) -> Planner:
     assert path is not None, "offline, a name is a local model's or an error"
     with open_model(path, mmproj="off") as checkpoint:
         return replace(planner, draft=checkpoint.facts)
+
+
+def drafter_beside(path: Path, options: EngineOptions, facts: ModelFacts) -> Path | None:
+    """The file next to a GGUF model that drafts for it, if it is to be used: no other draft model or head is."""
+    if options.draft or options.speculation not in ("auto", "draft") or facts.predictor is not None:
+        return None
+    if path.suffix != ".gguf":
+        return None
+    found = (file for folder in folders_near(path) for file in sorted(folder.glob("*.gguf")) if is_drafter(file.name))
+    return next((file for file in found if file != path), None)
+
+
+def with_drafter_beside(planner: Planner, facts: ModelFacts, path: Path) -> Planner:
+    """One that includes the drafter next to the model under the same conditions as a start of that model does."""
+    drafter = drafter_beside(path, planner.options, facts)
+    if drafter is None:
+        return planner
+    try:
+        with open_model(drafter, mmproj="off") as checkpoint:
+            made = replace(planner, draft=checkpoint.facts)
+        return made if checkpoint.facts.assistant and made.plan_within(facts, path).fits else planner
+    except LocalLLMError:
+        return planner
 
 
 class Option(NamedTuple):

@@ -25,6 +25,7 @@ from localllm.models.architectures import open_model
 from localllm.models.assistant import AssistantModel, load_assistant
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
+from localllm.plan.fit import with_drafter_beside
 from localllm.plan.planner import Planner
 from localllm.request import SamplingParams
 
@@ -313,7 +314,10 @@ def test_a_drafter_next_to_a_gguf_model_drafts_by_itself(tiny: Callable, tiny_of
         assert llm.path == tmp_path  # the folder has one model
     with LLM(path, ctx=256, speculation="draft", debug_invariants=True) as llm:
         assert answered(llm) == wanted and llm.engine.stats().num_draft_tokens > 12 and not llm.state().warnings
+        planner = with_drafter_beside(Planner.here(llm.options), llm.facts, path)
+        assert planner.plan(llm.facts, path).weight_bytes == llm.plan.weight_bytes
     as_gguf(assistant_of(tiny_of, tiny("gemma4")), tmp_path / "mtp-gemma-4-tiny.gguf")
     with LLM(path, ctx=256) as llm:
         assert answered(llm) == wanted and llm.engine.runner.listener is None
+        assert with_drafter_beside(Planner.here(llm.options), llm.facts, path).draft is None
         assert any("mtp-gemma-4-tiny.gguf next to the model does not draft" in line for line in llm.state().warnings)

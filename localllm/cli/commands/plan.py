@@ -181,7 +181,10 @@ def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
     if subject.gpu_only and fit.device_kind(planner) == "cpu":
         return Row(subject, window, None, fit.GPU_ONLY)
     try:
-        made = planner.having(ctx=window).plan_within(subject.facts, subject.path or "")
+        planner = planner.having(ctx=window)
+        if subject.path is not None:
+            planner = fit.with_drafter_beside(planner, subject.facts, subject.path)
+        made = planner.plan_within(subject.facts, subject.path or "")
     except LocalLLMError as error:
         return Row(subject, window, None, error.message, error.fixes)
     if made.fits:

@@ -58,13 +58,15 @@ def _template(checkpoint: OpenModel) -> str:
 
 def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: EngineOptions) -> dict[str, Any]:
     from localllm.models.architectures.facts import kept_bytes
+    from localllm.plan.fit import with_drafter_beside
     from localllm.plan.planner import Planner
 
     facts = checkpoint.facts
     kept, fixed = kept_bytes(facts, "bf16")
     sampling = recommended(facts, checkpoint.path)
     try:
-        made = Planner.here(options).plan(facts, checkpoint.path)
+        planner = with_drafter_beside(Planner.here(options), facts, checkpoint.path)
+        made = planner.plan(facts, checkpoint.path)
         here = picked(made, "fits device ctx kv need_bytes have_bytes basis")
         here["decode_tps"] = round(made.decode_tps, 1)
     except LocalLLMError as error:
