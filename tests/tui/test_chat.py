@@ -93,10 +93,10 @@ async def test_esc_ends_the_timing_of_kernels() -> None:
         await running.until(lambda: running.answers and running.answers[0].exchange.stop)
         assert "timing" not in running.text("#keys")
         running.backend.times_kernels = True
-        await running.until(lambda: "timing kernels for this card · esc stop" in running.text("#keys"))
+        await running.until(lambda: "timing kernels for this GPU · esc stop" in running.text("#keys"))
         await running.pilot.press("escape")
         assert not running.backend.times_kernels
-        await running.until(lambda: "the timing of kernels is stopped" in running.text("#state"))
+        await running.until(lambda: "kernel timing stopped" in running.text("#state"))
         await running.until(lambda: "timing" not in running.text("#keys"))
 
 
