@@ -182,8 +182,8 @@ def test_settings(empty_home: Path) -> None:
     assert one("config.valid").status == "ok"
     assert "did you mean engine.ctx" in one("config.unknown_keys").title
     file.write_text("[engine]\nctx = 'banana'\nkv = 3\nctxx = 1\n[server]\nport = 70000\n")
-    assert one("config.valid").status == "warn" and "engine.ctx = 'banana'" in one("config.valid").title
-    assert "engine.kv = 3" in one("config.valid").detail and "server.port = 70000" in one("config.valid").detail
+    assert one("config.valid").status == "warn" and "not 'banana'" in one("config.valid").title
+    assert "not 3" in one("config.valid").detail and "not 70000" in one("config.valid").detail
     assert "engine.ctxx" in one("config.unknown_keys").title and not one("config.unknown_keys").detail
     assert verdict([one("config.valid")]).startswith("1 check: 0 ok, 1 warning")
     file.write_text("[engine")

@@ -188,10 +188,10 @@ def test_what_a_token_does_not_read_is_not_counted(tiny: Callable, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok: is 8"),
-        ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: is 0"),
+        ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok: must be 1 to 7, not 8"),
+        ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: must be 1 to 7, not 0"),
         ("qwen3-moe", {"num_local_experts": 9}, r"mlp\.gate\.weight: the weight has shape \[7, 44\]"),
-        ("qwen3-moe", {"num_local_experts": 1 << 20}, "num_local_experts: is 1,048,576"),
+        ("qwen3-moe", {"num_local_experts": 1 << 20}, "num_local_experts: must be 1 to 4,096, not 1,048,576"),
         ("qwen3-moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
         ("qwen3-moe", {"moe_intermediate_size": 27}, r"\[26, 44\], expected \[27, 44\]"),
         ("glm4-moe-groups", {"n_group": 5}, "12 experts cannot be split into 5 groups"),

@@ -92,7 +92,7 @@ def test_files_may_leave_out_which_gates_are_cut() -> None:
         ({"intermediate_size": [70] * 6}, "intermediate_size: must list 5 numbers from 1 to"),
         ({"intermediate_size": 70}, r"layers\.1\.mlp\.gate_proj\.weight: the weight has shape \[66, 44\]"),
         ({"laurel_rank": 8}, r"laurel\.linear_left\.weight: the weight has shape \[7, 44\]"),
-        ({"altup_num_inputs": 1}, "altup_num_inputs: is 1"),
+        ({"altup_num_inputs": 1}, "altup_num_inputs: must be 2 to 16, not 1"),
         ({"altup_num_inputs": 5}, r"altup_projections\.3\.weight: the weight is missing"),
         ({"altup_num_inputs": 3}, r"modality_router\.weight: the weight has shape \[4, 44\]"),
         ({"altup_active_idx": 1}, "active AltUp stream 1 instead of 0"),

@@ -93,14 +93,14 @@ def test_a_wrapper_loads_its_text_part_and_says_so(
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("gemma4-e2b", {"num_kv_shared_layers": 7}, "num_kv_shared_layers: is 7"),
+        ("gemma4-e2b", {"num_kv_shared_layers": 7}, "num_kv_shared_layers: must be 0 to 5, not 7"),
         ("gemma4-e2b", {"num_kv_shared_layers": 4}, "layer 2: shares the KV cache of a full-attention layer"),
         ("gemma4-e2b", {"num_kv_shared_layers": 2}, r"layers\.3\.self_attn\.k_proj\.weight: the weight is missing"),
         ("gemma4-e2b", {"use_double_wide_mlp": False}, r"the weight has shape \[140, 44\]"),
         ("gemma4-e2b", {"vocab_size_per_layer_input": 98}, "98 rows for a vocabulary of 99"),
         ("gemma4-e2b", {"hidden_size_per_layer_input": 10}, r"\[99, 54\], expected \[99, 60\]"),
         ("gemma4-e2b", {"use_bidirectional_attention": "all"}, "bidirectional attention"),
-        ("gemma4-moe", {"top_k_experts": 6}, "top_k_experts: is 6"),
+        ("gemma4-moe", {"top_k_experts": 6}, "top_k_experts: must be 1 to 5, not 6"),
         ("gemma4-moe", {"num_experts": None}, "num_experts: is missing"),
         ("gemma4-moe", {"moe_intermediate_size": 23}, r"\[22, 44\], expected \[23, 44\]"),
         ("gemma4-moe", {"hidden_size_per_layer_input": 8}, r"embed_tokens_per_layer\.weight: the weight is missing"),

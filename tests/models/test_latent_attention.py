@@ -255,7 +255,7 @@ def test_heads_are_quantized_while_loading_where_that_is_wanted(tiny: Callable, 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        (NAME, {"kv_lora_rank": 1}, "kv_lora_rank: is 1"),
+        (NAME, {"kv_lora_rank": 1}, "kv_lora_rank: must be 2 to 1,048,576, not 1"),
         (NAME, {"kv_lora_rank": 35}, r"expected \[45, 45\]"),
         (NAME, {"v_head_dim": 17}, "kv_b_proj.*expected"),
         (NAME, {"qk_rope_head_dim": 9}, "qk_rope_head_dim: is 9, with 9 elements rotated"),

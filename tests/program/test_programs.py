@@ -142,7 +142,7 @@ def test_programs_call_programs_and_a_seed_differs_by_fork(llm: LLM) -> None:
     [
         (lambda s: gen("a", regex="a", json_schema={}), "regex and a json_schema"),
         (lambda s: gen("a", json_schema="{"), "not valid JSON"),
-        (lambda s: gen("a", max_tokens=0), "max_tokens is 0"),
+        (lambda s: gen("a", max_tokens=0), "max_tokens must be"),
         (lambda s: select("a", []), "must be non-empty"),
         (lambda s: select("a", "yes"), "must be non-empty"),
         (lambda s: select("a", ["x", "x"]), "duplicate"),
