@@ -130,7 +130,7 @@ def test_a_base_model_with_a_license_of_its_own(gemma_path: Path) -> None:
         for c in model_checks(resolve_quietly(str(gemma_path), Planner(MACHINES["cpu"])), Planner(MACHINES["cpu"]))
     }
     assert "base model" in found["model.template"].title
-    assert "terms of its own" in found["model.licence"].detail
+    assert "its own terms" in found["model.licence"].detail
 
 
 def test_a_model_that_is_damaged_or_not_here(tmp_path: Path, empty_home: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_is_measured_is_judged(monkeypatch: pytest.MonkeyPatch, empty_home:
     assert bad["p2p.copy"].status == "fail" and bad["p2p.copy"].fix == "export NCCL_P2P_DISABLE=1"
     assert bad["kernel.selftest"].detail == "rope:triton failed"
     hung, _ = measured(monkeypatch, "rtx5090x2", peer=ProbeError("no answer within 20 s: it hangs"))
-    assert "it hangs" in hung["p2p.copy"].title
+    assert "no answer within" in hung["p2p.copy"].title
     broken, _ = measured(monkeypatch, "rtx4090", copy=ProbeError("AcceleratorError: CUDA error"))
     assert broken["bw.vram"].status == "fail"
     assert broken["bw.h2d"].status == "ok", "the next one is measured all the same"
@@ -230,7 +230,7 @@ def test_the_child_answers_fails_and_hangs() -> None:
         stopped = child.pid
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)  # as a driver that hangs
-        with pytest.raises(ProbeError, match="it hangs"):
+        with pytest.raises(ProbeError, match="no answer within"):
             child.ask("matmul", "cpu", "float32", 64, limit_s=0.3)
         assert not Path(f"/proc/{stopped}").exists(), "ended"
         assert child.ask("peer", "cpu", "cpu", 1 << 16)["whole"] is True, "another takes its place"
