@@ -145,17 +145,16 @@ class LoadedModel(AdaptedModel):
     def _drafter_beside(self, path: Path) -> Draft | None:
         """The drafter next to the model; None, with a warning, if it cannot be used. Nobody asked for it."""
         from localllm.llm.draft import Draft
+        from localllm.plan.fit import planner_with
 
         draft, why = None, "there is no room for it"
         try:
             draft = Draft(path.name, path, "")
             if draft.facts.assistant is None:
                 why = "it is not an assistant of Gemma 4"
-            else:
-                planner = replace(self._planner, draft=draft.facts)
-                if planner.plan(self.facts, self.path).fits:
-                    self._planner = planner
-                    return draft
+            elif planner := planner_with(self._planner, draft.facts, self.facts, self.path):
+                self._planner = planner
+                return draft
         except LocalLLMError as error:
             why = error.message
         if draft is not None:

@@ -312,10 +312,20 @@ def with_drafter_beside(planner: Planner, facts: ModelFacts, path: Path) -> Plan
         return planner
     try:
         with open_model(drafter, mmproj="off") as checkpoint:
-            made = replace(planner, draft=checkpoint.facts)
-        return made if checkpoint.facts.assistant and made.plan_within(facts, path).fits else planner
+            draft = checkpoint.facts
+        return (planner_with(planner, draft, facts, path) if draft.assistant else None) or planner
     except LocalLLMError:
         return planner
+
+
+def planner_with(planner: Planner, draft: ModelFacts, facts: ModelFacts, path: Path) -> Planner | None:
+    """One that includes a drafter nobody asked for; None if the model then would not fit, or would run elsewhere or in
+    other formats. Raises ConfigError for a drafter of another model.
+    """
+    made = replace(planner, draft=draft)
+    new, old = made.plan_within(facts, path), planner.plan_within(facts, path)
+    kept = all(getattr(new, name) == getattr(old, name) for name in ("device", "quant", "kv", "host_experts"))
+    return made if new.fits and kept else None
 
 
 class Option(NamedTuple):

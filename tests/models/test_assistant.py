@@ -25,7 +25,7 @@ from localllm.models.architectures import open_model
 from localllm.models.assistant import AssistantModel, load_assistant
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
-from localllm.plan.fit import with_drafter_beside
+from localllm.plan.fit import planner_with, with_drafter_beside
 from localllm.plan.planner import Planner
 from localllm.request import SamplingParams
 
@@ -321,3 +321,17 @@ def test_a_drafter_next_to_a_gguf_model_drafts_by_itself(tiny: Callable, tiny_of
         assert answered(llm) == wanted and llm.engine.runner.listener is None
         assert with_drafter_beside(Planner.here(llm.options), llm.facts, path).draft is None
         assert any("mtp-gemma-4-tiny.gguf next to the model does not draft" in line for line in llm.state().warnings)
+
+
+def test_a_drafter_that_nobody_asked_for_never_moves_the_model(
+    tiny: Callable, tiny_of: Callable, tmp_path: Path
+) -> None:
+    facts = open_model(tiny("gemma4").save(tmp_path / "target")).facts
+    draft = open_model(assistant_of(tiny_of, tiny("gemma4")).save(tmp_path / "draft")).facts
+    gpu = Planner(MACHINES["rtx5090"])
+    found = planner_with(gpu, draft, facts, tmp_path)
+    assert found is not None and found.draft is draft and found.plan(facts).device.startswith("cuda")
+    large = replace(draft, weight_bytes=40 << 30, stored_format="bf16")
+    moved = replace(gpu, draft=large).plan(facts)
+    assert (moved.device, moved.fits) == ("cpu", True), (moved.weight_bytes, moved.have_bytes)
+    assert planner_with(gpu, large, facts, tmp_path) is None
