@@ -46,7 +46,7 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
     """
     groups = []
     for layers in facts.cache_layers:
-        mixer = facts.layers[layers[0]].mixer
+        mixer = facts.keeping_layers[layers[0]].mixer
         assert isinstance(mixer, Paged)
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
@@ -144,9 +144,10 @@ class KVCache:
         states: Sequence[StateGroup] = (),
         num_slots: int = 0,
         num_layers: int = 0,
+        num_drafting: int = 0,
     ) -> None:
         """`num_pages` is per group, `num_slots` per entry of `states`. `num_layers` includes layers that keep nothing,
-        but not the MTP layer.
+        but neither the MTP layer nor the last `num_drafting` ones, which are those of a drafter.
         """
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
@@ -171,7 +172,8 @@ class KVCache:
         count = max(num_layers, 1 + max(layers, default=-1))
         self._all = tuple(layers.get(layer) for layer in range(count))
         self.layers = self._all[: num_layers or count]  # the cache that each layer reads, in order
-        self.predictor = self._all[num_layers or count :]  # that of the MTP layer, if there is one
+        self.predictor = self._all[num_layers or count : count - num_drafting]  # that of the MTP layer, if there is one
+        self.drafting = self._all[count - num_drafting :]  # those of a drafter's layers
 
     def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)

@@ -167,9 +167,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=layer.gated(facts)
-        if facts.gate == "apart"
-        else _with_file_order(layer.linear("qkv", *facts.inputs), facts),
+        qkv=_qkv(layer, facts),
         **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -198,6 +196,17 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         parallel=layer.facts.parallel,
         streams=layer.streams(),
     )
+
+
+def _qkv(layer: LayerReader, facts: Attention) -> Linear:
+    """Queries, gates, keys and values; with `kv_apart`, keys and values are all parts but the first."""
+    if facts.gate == "apart":
+        return layer.gated(facts)
+    if facts.kv_apart:
+        first, *others = facts.inputs
+        q, kv = layer.linear("qkv", first), layer.linear("qkv", *others)
+        return Linear(q.parts + kv.parts, q.modules + kv.modules)
+    return _with_file_order(layer.linear("qkv", *facts.inputs), facts)
 
 
 def _temperature(layer: LayerReader, facts: Attention | LatentAttention) -> tuple[float, int] | None:

@@ -71,6 +71,7 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     options = options or LoadOptions()
     with device_failures(checkpoint):
         facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
+        facts = replace(facts, drafting=options.drafting) if options.drafting else facts
         if options.ranks is None:
             return Loading(checkpoint, Shard(facts), options).model()
         found = shard(facts, options.ranks.share, partial(column_unit, checkpoint))

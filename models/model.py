@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from localllm.kernels.layer_weights import (
     ExpertsWeights,
     FeedForwardWeights,
     HeadWeights,
+    LayerCache,
     LayerCall,
     Linear,
     MixerWeights,
@@ -69,6 +72,28 @@ class Predictor:
         return nbytes_of(self) + self.layer.nbytes
 
 
+@dataclass(slots=True)
+class Taps:
+    """The outputs of some layers in the latest pass, for a drafter that reads them.
+
+    layers  ascending
+    few     [tokens, len(layers), hidden]: fixed memory for passes of as many tokens, as captured ones need
+    many    that of a larger pass
+    """
+
+    layers: tuple[int, ...]
+    few: Tensor
+    many: Tensor | None = None
+
+    def rows(self, count: int) -> Tensor:
+        """Those of a pass of `count` tokens: [count, len(layers), hidden]."""
+        if count <= self.few.shape[0]:
+            return self.few[:count]
+        if self.many is None or self.many.shape[0] != count:
+            self.many = self.few.new_empty((count, *self.few.shape[1:]))
+        return self.many
+
+
 class Model:
     """A decoder, built by `loader.load_model`. Immutable afterwards, except that RoPE tables grow and `exchange` moves
     experts between host and device memory.
@@ -97,6 +122,9 @@ class Model:
         self.kernels = dict(table.ops)
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
+        self.taps: Taps | None = None  # set by a drafter
+        # layers and their caches cut at these stops, as in the last step with `taps`
+        self._cut: tuple[object, object, tuple[int, ...], Sequence[Any]] | None = None
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # applied to pooled vectors
         self._ropes = tuple(ropes)
         self._view_keys, views = layer_views(facts)
@@ -140,19 +168,37 @@ class Model:
         kind = vision.bidirectional if batch.images and vision is not None else ""
         decoder = with_images(self.table, batch.images, kind == "windowed") if kind else self.table.decoder
         apart = {} if batch.state_starts is None else {"state_starts": batch.state_starts}
-        if batch.images and isinstance(vision, GridFacts) and vision.taps:
-            first = self._span.start or 0
-            for number in range(first, min(len(vision.taps), first + len(calls))):
-                # lists: kernels cache what they derive from a tuple of layers
-                one = list(calls[:1]), list(kept[:1])
-                x = self._add_deepstack(
-                    decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number
-                )
-                calls, kept = calls[1:], kept[1:]
-            if not calls:
-                return x if wanted is None else x[wanted]
-            calls, kept = list(calls), list(kept)  # type: ignore[assignment]
-        return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
+        first, tapped = self._span.start or 0, self.taps.layers if self.taps is not None else ()
+        deep = len(vision.taps) if batch.images and isinstance(vision, GridFacts) else 0
+        stops = tuple(sorted({*range(first, deep), *tapped} & set(range(first, first + len(calls)))))
+        if not stops:
+            return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
+        *spans, last = self._spans(calls, kept, stops, keeps=not deep)
+        for number, span in zip(stops, spans, strict=True):
+            x = decoder(x, *span, views, *lens, None, batch.slots, inputs, **apart)
+            if number < deep:
+                x = self._add_deepstack(x, batch, number)
+            if self.taps is not None and number in tapped:
+                self.taps.rows(x.shape[0])[:, tapped.index(number)] = x
+        if not last[0]:
+            return x if wanted is None else x[wanted]
+        return decoder(x, *last, views, *lens, wanted, batch.slots, inputs, **apart)
+
+    def _spans(
+        self, calls: tuple[LayerCall, ...], kept: tuple[LayerCache, ...], stops: tuple[int, ...], keeps: bool
+    ) -> Sequence[tuple[Sequence[LayerCall], Sequence[LayerCache]]]:
+        """The layers up to each of `stops`, and the rest. Kernels cache what they derive from a tuple of layers, so
+        `keeps` returns the same tuples again, and otherwise these are lists.
+        """
+        if self._cut is not None and keeps and self._cut[0] is calls and self._cut[1] is kept and self._cut[2] == stops:
+            return self._cut[3]
+        first = self._span.start or 0
+        ends = [0, *(number + 1 - first for number in stops), len(calls)]
+        cut = [(calls[start:end], kept[start:end]) for start, end in pairwise(ends)]
+        if not keeps:
+            return [(list(some), list(theirs)) for some, theirs in cut]
+        self._cut = calls, kept, stops, cut
+        return cut
 
     def _add_deepstack(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
         """Add the images' DeepStack vectors for layer `number` to x, in place."""
@@ -178,7 +224,9 @@ class Model:
     ) -> KVCache:
         """Allocate empty pages and slots for all layers; `num_pages` has one entry per cache group."""
         formats = page_size, kv_format, device
-        return KVCache(self.groups, num_pages, *formats, self.states, num_slots, num_layers=self.facts.num_layers)
+        facts = self.facts
+        counts = num_slots, facts.num_layers, len(facts.drafting)
+        return KVCache(self.groups, num_pages, *formats, self.states, *counts)
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Adapters:
         """Create the adapter slots, once. `promises` are those of `Adapters`; unused slots cost nothing."""
@@ -257,9 +305,11 @@ class Model:
     def forget_pages(self) -> None:
         """Drop the references that fused kernels hold to the KV cache they used last."""
         for calls in (self._calls, () if self.predictor is None else self.predictor.calls):
-            first = next((one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w)), None)
-            for part in () if first is None else first.parts:
-                forget(part.prepared, pages_only=True)
+            linears = (one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w))
+            for linear in linears if self._cut is not None else islice(linears, 1):
+                for part in linear.parts:
+                    forget(part.prepared, pages_only=True)
+        self._cut = self.taps = None
         if self.adapters is not None:
             self.adapters.forget(pages_only=True)
 

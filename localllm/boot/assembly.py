@@ -13,15 +13,17 @@ from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.dflash import CAPTURED, DFlashDrafter
 from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import NgramDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.mtp import HeadDrafter
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
-from localllm.engine.speculation import AnyDrafter, Mode, Speculation
+from localllm.engine.speculation import CROWD, AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.assistant import AssistantModel
+from localllm.models.dflash import DFlashModel
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.models.placement import Mover
@@ -29,12 +31,14 @@ from localllm.plan.plan import Plan
 
 log = logging.getLogger(__name__)
 
+Reading = HeadDrafter | AssistantDrafter | DFlashDrafter  # drafters that read hidden states
+
 
 def assemble(
     model: Model,
     plan: Plan,
     *,
-    draft: Model | AssistantModel | None = None,
+    draft: Model | AssistantModel | DFlashModel | None = None,
     adapters: Residents | None = None,
     meter: Meter | None = None,
     selftest: SelfTest | None = None,
@@ -64,13 +68,15 @@ def assemble(
     if plan.graph_buckets:
         _capture(runner, plan, listener, drafter, capture or CudaCapture(), meter)
     whole = not model.facts.causal
-    budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
+    budgets = {"drafts": plan.num_drafts, "draft_rows": max(plan.guess_buckets, default=0), "num_slots": plan.num_slots}
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
     engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
         speculation=_speculation(plan, device, (listener, drafter), bool(model.states)),
     )  # fmt: skip
+    if isinstance(listener, DFlashDrafter):
+        listener.extend = engine.scheduler.pages.extend
     engine.adapters = adapters
     if plan.host_experts and not plan.deterministic:  # CPU and GPU round differently, so moving experts changes results
         engine.between_steps = Mover(model)
@@ -80,7 +86,7 @@ def assemble(
 def _capture(
     runner: Runner,
     plan: Plan,
-    listener: HeadDrafter | AssistantDrafter | None,
+    listener: Reading | None,
     drafter: DraftModel | None,
     capture: Callable[[Run], Captured],
     meter: Meter,
@@ -94,7 +100,10 @@ def _capture(
     if listener is not None:
         sizes = sorted({shape.rows for shape in decode.shapes})
         what = "the MTP head" if listener.name == "mtp" else "the draft model"
-        runner.beside[what] = listener.graphs(decode.inputs, sizes, capture)
+        if isinstance(listener, DFlashDrafter):
+            runner.beside[what] = listener.graphs(capture)
+        else:
+            runner.beside[what] = listener.graphs(decode.inputs, sizes, capture)
     meter.note("tables")
     meter.settle()
     runner.capture()
@@ -117,7 +126,7 @@ def _graphs(
 def _speculation(
     plan: Plan,
     device: torch.device,
-    paid: Sequence[HeadDrafter | AssistantDrafter | DraftModel | None],
+    paid: Sequence[Reading | DraftModel | None],
     goes_back: bool,
 ) -> Speculation | None:
     by_name: dict[str, AnyDrafter] = {"ngram": NgramDrafter(), **{one.name: one for one in paid if one is not None}}
@@ -127,16 +136,28 @@ def _speculation(
 
 
 def _listener(
-    model: Model, draft: Model | AssistantModel | None, plan: Plan, runner: Runner
-) -> HeadDrafter | AssistantDrafter | None:
-    """The drafter that listens to the runner: an assistant, or the model's MTP head if it was loaded."""
+    model: Model, draft: Model | AssistantModel | DFlashModel | None, plan: Plan, runner: Runner
+) -> Reading | None:
+    """The drafter that listens to the runner: a given one, or the model's MTP head if it was loaded."""
     vocab_size, all_bytes = model.facts.vocab_size, max(1, model.weight_bytes)
     if isinstance(draft, AssistantModel) and plan.num_drafts:
         return AssistantDrafter(runner, draft, vocab_size, draft.weight_bytes / all_bytes)
+    if isinstance(draft, DFlashModel) and plan.num_drafts:
+        return _dflash(draft, plan, runner)
     if model.predictor is None or plan.speculation not in ("auto", "mtp"):
         return None
     share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # the output head and one layer
     return HeadDrafter(runner, vocab_size, share)
+
+
+def _dflash(draft: DFlashModel, plan: Plan, runner: Runner) -> DFlashDrafter:
+    model, facts = runner.model, draft.facts.dflash
+    assert facts is not None
+    blocks = max(CAPTURED[-1], min(plan.max_parallel, CROWD))
+    inputs = DecodeInputs(blocks * facts.block, plan.ctx, plan.page_size, plan.num_pages, runner.cache.device)
+    captured = max((*plan.graph_buckets, *plan.guess_buckets), default=0)
+    share = (draft.weight_bytes + model.head.linear.nbytes) / max(1, model.weight_bytes)
+    return DFlashDrafter(runner, draft, inputs, captured, model.facts.vocab_size, share)
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:

@@ -31,6 +31,7 @@ from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.assistant import AssistantModel
+from localllm.models.dflash import DFlashModel
 from localllm.models.model import Model
 from localllm.models.parallel import ParallelModel
 from localllm.plan.plan import Plan
@@ -95,7 +96,7 @@ class Boot:
         planner: Planner,
         selftest: SelfTest,
         *,
-        draft: Model | AssistantModel | None = None,
+        draft: Model | AssistantModel | DFlashModel | None = None,
         adapters: Residents | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
@@ -150,7 +151,7 @@ class Boot:
     @property
     def _reader(self) -> str:
         """What drafts from the model's hidden states."""
-        if isinstance(self._draft, AssistantModel):
+        if isinstance(self._draft, AssistantModel | DFlashModel):
             return "the draft model"
         return "" if self._model.predictor is None else "the MTP head"
 

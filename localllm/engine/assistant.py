@@ -53,6 +53,7 @@ class AssistantDrafter:
 
     name = "draft"
     deep = 4
+    at_once = False
     kept_bytes = 0  # the pages it reads are the model's
 
     def __init__(self, runner: Runner, own: AssistantModel, vocab_size: int, share: float) -> None:

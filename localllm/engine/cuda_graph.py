@@ -199,12 +199,12 @@ class DecodeGraphs:
         parts: Many[Scheduled],
         before: SampledTokens | None = None,
         ids: Many[int] | Tensor | None = None,
+        blocks: bool = False,
     ) -> tuple[Tensor, ...]:
         """Replay a graph for these parts; its outputs are valid until the next replay of any graph.
 
-        before   provides tokens not yet known on the host
-        ids      replaces the parts' own tokens
+        before, ids, blocks   as in `DecodeInputs.load`
         """
-        self.inputs.load(parts, before, bucket.shape.rows, ids)
+        self.inputs.load(parts, before, bucket.shape.rows, ids, blocks)
         bucket.replay()
         return bucket.outputs

@@ -68,11 +68,13 @@ class DecodeInputs:
         before: SampledTokens | None = None,
         rows: int = 0,
         ids: Many[int] | Tensor | None = None,
+        blocks: bool = False,
     ) -> None:
         """Load the tokens of a step into the first rows; the rest, up to `rows`, become padding.
 
         before   provides tokens not yet known on the host, one per part
         ids      replaces the parts' own tokens; a tensor must be on the device
+        blocks   attention sees the whole part from each of its tokens, not only what is before the token
         """
         small = self._idle.copy()
         lengths, starts = small.view(np.int32)[LENGTH], small.view(np.int32)[STARTS]
@@ -86,7 +88,7 @@ class DecodeInputs:
             for at in range(part.start, part.start + part.num_tokens):
                 page, offset = divmod(at, self.page_size)
                 small[POSITION, row] = at + sequence.shift
-                lengths[row] = at + 1
+                lengths[row] = part.start + part.num_tokens if blocks else at + 1
                 for group, table in enumerate(sequence.block_tables):
                     assert table[page] >= 0, "a token without a page"
                     small[SLOTS + group, row] = table[page] * self.page_size + offset

@@ -48,6 +48,7 @@ class DraftModel:
 
     name = "draft"
     deep = 4
+    at_once = False
 
     def __init__(
         self, runner: Runner, num_pages: Many[int], num_sequences: int, max_context: int, vocab_size: int, share: float

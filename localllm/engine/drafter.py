@@ -43,7 +43,8 @@ class PaidDrafter(Protocol):
 
     name: str
     deep: int  # draft tokens per sequence in mode "always"
-    share: float  # assumed cost of one token per sequence, as a fraction of a step's time, until measured
+    at_once: bool  # one round drafts all tokens of a sequence, not one
+    share: float  # assumed cost of a round, as a fraction of a step's time, until measured
 
     @property
     def kept_bytes(self) -> int:

@@ -68,6 +68,7 @@ class HeadDrafter:
 
     name = "mtp"
     deep = 1
+    at_once = False
     kept_bytes = 0  # its pages are the model's
 
     def __init__(self, runner: Runner, vocab_size: int, share: float) -> None:

@@ -332,9 +332,9 @@ class Pages:
             sequence.node = node
             sequence.num_tree_pages = index + 1
 
-    def trim(self, sequence: Sequence) -> None:
-        """Release the pages after the last one with a computed token."""
-        kept = -(-sequence.num_computed_tokens // self.page_size)
+    def trim(self, sequence: Sequence, num_tokens: int = 0) -> None:
+        """Release the pages after those of the first `num_tokens` tokens and of the computed ones."""
+        kept = -(-max(num_tokens, sequence.num_computed_tokens) // self.page_size)
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             for page in reversed(table[kept:]):
                 pool.release(page)

@@ -169,7 +169,8 @@ class Runner:
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
-            if batch.images or not batch.wants_every_row:  # for example, a grammar forced some of the tokens
+            # for example, a grammar forced some of the tokens; a fused step does not show the outputs of single layers
+            if self.model.taps is not None or batch.images or not batch.wants_every_row:
                 hidden = self._forward_and_notify(step, batch)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)

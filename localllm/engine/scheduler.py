@@ -26,6 +26,7 @@ class SchedulerLimits:
     prefill_budget: int = 512  # prompt tokens per step, over all sequences
     score_rows: int = 256  # prompt tokens per step of a sequence that needs the logits of all rows
     drafts: int = MOST_DRAFTS  # draft tokens per step, over all sequences
+    draft_rows: int = 0  # tokens of a step with drafts, as many as a captured step has room for; 0: no limit
     num_slots: int = 0  # state slots for sequences and checkpoints, for models with recurrent layers
     whole: bool = False  # never split a prompt into chunks, because its tokens attend to each other in both directions
     preempt_every: int = 0  # for tests: preempt the latest sequence every N steps; 0 is never
@@ -133,6 +134,12 @@ class Scheduler:
             if self.pages.set_aside(part.sequence):
                 step.scheduled[place] = replace(part, num_tokens=part.num_tokens + len(guessed), drafts=guessed)
 
+    def most_drafts(self, step: Step) -> int:
+        """How many draft tokens may be added to a step."""
+        more = sum(part.num_known - 1 for part in step.scheduled)  # tokens forced by a grammar, or recomputed
+        room = self.limits.draft_rows - len(step.scheduled) if self.limits.draft_rows else self.limits.drafts
+        return max(0, min(self.limits.drafts, room) - more)
+
     def settle_drafts(self, part: Scheduled, num_right: int) -> None:
         """Count the first `num_right` draft tokens as computed, after they were appended to the sequence."""
         part.sequence.num_computed_tokens = part.start + part.num_known + num_right
@@ -149,7 +156,7 @@ class Scheduler:
             part.sequence.num_computed_tokens = part.start
         self.pages.end_aside(part.sequence, goes_back)
         self.pages.commit(part.sequence)
-        self.pages.trim(part.sequence)
+        self.pages.trim(part.sequence, part.sequence.num_tokens - 1)  # a drafter has keys and values of all of these
 
     def schedule_ahead(self, launched: Step) -> Step | None:
         """Schedule the step after `launched` before its tokens are known; None if that step cannot be predicted.

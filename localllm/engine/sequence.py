@@ -69,7 +69,7 @@ class Sequence:
         self.num_preemptions = 0
         self.places: Any = None  # n-gram index of its tokens (`drafter`)
         self.speculation: Any = None  # per drafter: the last guess, and how often guesses were right
-        self.heard: Any = None  # hidden states for the MTP head or an assistant (`mtp.Heard`, `assistant`)
+        self.heard: Any = None  # hidden states for a drafter that reads them (`mtp`, `assistant`, `dflash`)
         self.num_draft_tokens = 0  # draft tokens verified
         self.num_accepted_tokens = 0  # draft tokens accepted
         self.drafters: dict[str, None] = {}  # names of their drafters

@@ -40,7 +40,7 @@ GAIN = 1.03  # factor in tokens per second that drafts must be expected to gain
 SLOWER = {"cpu": 0.15, "cuda": 0.03}  # assumed cost of one more row, as a fraction of a step, until measured
 NEWEST = 0.2  # weight of the latest step in a mean
 FADE = 0.995  # factor applied to the measured times of steps whenever they prevented drafts, so that they are retried
-DEEPEST = 8  # most draft tokens per sequence from a paid drafter
+DEEPEST = 8  # most draft tokens per sequence from a paid drafter, unless it drafts more by itself
 REST, LONGEST_REST = 32, 1024  # steps until a drafter that does not pay off is retried; doubles up to the second value
 PLAIN_EVERY = 64  # steps with paid drafts until a plain step updates the baseline
 
@@ -156,7 +156,7 @@ class _Source:
         assert self.paid or self.free, f"{drafter!r} is not a drafter"
         self.rates = Rates(expected=EXPECTED if self.paid is None else EXPECTED_PAID)
         self.rest, self.rested = REST, 0  # steps to rest while it does not pay off, and steps rested
-        # number of sequences -> seconds of a round (one token each); the first, which includes catching up, is ignored
+        # number of sequences -> seconds of a round; the first, which includes catching up, is ignored
         self.rounds: dict[int, float | None] = {}
 
     def known(self, sequence: Sequence) -> _Draft:
@@ -180,7 +180,7 @@ class _Source:
     def chances(self, sequence: Sequence, room: int, always: int) -> list[float]:
         """Acceptance probabilities of the next draft tokens. In mode "always", the first `always` count as certain."""
         known = self.known(sequence)
-        guess = Guess((0,) * DEEPEST, 0) if self.paid is not None else known.guess
+        guess = Guess((0,) * max(DEEPEST, self.paid.deep), 0) if self.paid is not None else known.guess
         if guess is None:
             return []
         if always:
@@ -206,7 +206,11 @@ class _Source:
         for sequence, ids in zip(sequences, found, strict=True):
             self.known(sequence).guess = Guess(ids, 0) if ids else None
         if all(len(ids) == count for ids, count in zip(found, counts, strict=True)):  # otherwise it was catching up
-            _update_mean(self.rounds, sum(map(bool, counts)), seconds / max(counts))
+            _update_mean(self.rounds, sum(map(bool, counts)), seconds / self.num_rounds(max(counts)))
+
+    def num_rounds(self, depth: int) -> int:
+        """Rounds that it takes to draft so many tokens for a sequence."""
+        return 1 if self.paid is not None and self.paid.at_once else depth
 
     def fade(self) -> None:
         """Lower the measured times of rounds a little, as in `StepTimes.fade`."""
@@ -305,7 +309,7 @@ class Speculation:
             if count and rate > best:
                 found, best = _Choice(source, _counts(chances[:count], len(parts))), rate
             elif source.paid is not None and source.rested >= source.rest:
-                first = [one for one in chances if one.depth == 1]
+                first = [one for one in chances if source.paid.at_once or one.depth == 1]
                 trial = _Choice(source, _counts(first, len(parts)), is_trial=True)
         return found or trial
 
@@ -325,7 +329,7 @@ class Speculation:
             tokens, deepest = tokens + one.chance, max(deepest, one.depth)
             cost = self._times.cost(num_sequences, count)
             again = (1 - one.chance) * (cost - 1) if self._goes_back else 0.0
-            rate = tokens / (cost + again + deepest * share)
+            rate = tokens / (cost + again + source.num_rounds(deepest) * share)
             if rate > best_rate:
                 best, best_rate = count, rate
             wanted = wanted or one.chance > 0.5

@@ -106,8 +106,7 @@ class Stepper:
         if self.speculation is None:
             return
         try:
-            more = sum(part.num_tokens - 1 for part in step.scheduled)  # tokens forced by a grammar, or recomputed
-            most = max(0, self._scheduler.limits.drafts - more)
+            most = self._scheduler.most_drafts(step)
             self._scheduler.add_drafts(step, self.speculation.choose(step, most))
             step.drafter = self.speculation.name
         except Exception as error:
@@ -141,7 +140,9 @@ class Stepper:
     def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
         if not self.runs_ahead or pending.error is not None:
             return None
-        if self.speculation is not None and self.speculation.wants(pending.step, self._scheduler.limits.drafts):
+        if self.speculation is not None and self.speculation.wants(
+            pending.step, self._scheduler.most_drafts(pending.step)
+        ):
             return None  # the next step will have draft tokens
         step = self._scheduler.schedule_ahead(pending.step)
         if step is None:

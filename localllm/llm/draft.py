@@ -13,7 +13,9 @@ from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
 from localllm.models.architectures import ModelFacts, open_model
 
 if TYPE_CHECKING:
+    from localllm.models.architectures.layers import LayerFacts
     from localllm.models.assistant import AssistantModel
+    from localllm.models.dflash import DFlashModel
     from localllm.models.loader import LoadOptions, Model
     from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -62,11 +64,12 @@ class Draft:
     def check(self, theirs: Tokenizer, model: str) -> None:
         """Raise ConfigError unless the draft's vocabulary matches that of the target `model`.
 
-        An assistant has no tokenizer: it uses the target's embedding, and the planner has compared their sizes.
+        A drafter that cannot run alone has no tokenizer: it uses the target's embedding, and the planner has compared
+        their sizes.
         """
         from localllm.tokenizer.files import load_tokenizer
 
-        if self.facts.assistant is not None:
+        if self.facts.only_drafts:
             return
         with self._named_errors():
             ours = load_tokenizer(self._checkpoint)
@@ -83,17 +86,25 @@ class Draft:
             "give --draft a smaller model of the same family, or leave it out",
         )
 
-    def load(self, options: LoadOptions, target: ModelFacts) -> Model | AssistantModel:
-        """Load the weights as stored, on the target model's device. `options` and `target` are the target model's."""
+    @property
+    def drafting(self) -> tuple[LayerFacts, ...]:
+        """The layers whose keys and values are kept with the target's."""
+        return self.facts.layers if self.facts.dflash is not None else ()
+
+    def load(self, options: LoadOptions, target: Model) -> Model | AssistantModel | DFlashModel:
+        """Load the weights as stored, on the target's device. `options` are those that the target was loaded with."""
         from localllm.models.assistant import load_assistant
+        from localllm.models.dflash import load_dflash
         from localllm.models.loader import load_model
 
         with self._named_errors():
             context = min(options.context, self.facts.max_context)
             own = replace(options, weights="", context=context, host_experts=(), stream_rows=0, predictor=False)
-            own = replace(own, packed=None)
+            own = replace(own, packed=None, drafting=())
             if self.facts.assistant is not None:
-                return load_assistant(self._checkpoint, own, target)
+                return load_assistant(self._checkpoint, own, target.facts)
+            if self.facts.dflash is not None:
+                return load_dflash(self._checkpoint, own, target)
             return load_model(self._checkpoint, own)
 
     def close(self) -> None:

@@ -247,6 +247,7 @@ class LoadedModel(AdaptedModel):
         from localllm.models.placement import uniform
 
         packed = self._kept.open()
+        drafting = self._draft.drafting if self._draft is not None and self.plan.num_drafts else ()
         options = LoadOptions(
             device=str(device),
             dtype=self.plan.dtype,
@@ -258,7 +259,8 @@ class LoadedModel(AdaptedModel):
             activations=self.plan.activations,
             weights=self.plan.quant,
             host_experts=uniform(self.facts, self.plan.host_experts),
-            predictor=self.plan.speculation in ("auto", "mtp"),
+            predictor=self.plan.speculation in ("auto", "mtp") and not drafting,
+            drafting=drafting,
             stream_rows=self.plan.stream_rows,
             selftest=first_use(self.plan.device, self.machine),
             progress=self._on_weights,
@@ -273,7 +275,7 @@ class LoadedModel(AdaptedModel):
         self._model: Model = load(self._checkpoint, options, self.plan)
         self.adapters = self._no_adapters()
         self._drafter = (
-            self._draft.load(options, self.facts) if self._draft is not None and self.plan.num_drafts else None
+            self._draft.load(options, self._model) if self._draft is not None and self.plan.num_drafts else None
         )
         serve_torch(self._model.kernels, self.plan.threads)
         if not self.plan.host_experts:  # experts in host memory are read again when their placement changes

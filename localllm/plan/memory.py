@@ -54,6 +54,7 @@ TARGET_BYTES = {
 }
 CATCH_UP = 512  # most tokens in one step of the draft model
 PREDICTOR_ROWS = 6  # float32 hidden states that the MTP head holds per prompt token
+TAPPED_ROWS = 256  # tokens whose hidden states a DFlash drafter reads at once
 WAITING_ROWS = 64  # hidden states per sequence that wait for the MTP head
 MOST_DRAFTS = 32  # most draft tokens that a step verifies; each has a row of logits
 CROWD = 8  # from this many sequences in a step on, nothing is drafted
@@ -101,7 +102,7 @@ def table_bytes(facts: ModelFacts) -> int:
     second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
     per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
     quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
-    table = facts.vocab_size * facts.hidden_size
+    table = 0 if facts.dflash is not None else facts.vocab_size * facts.hidden_size
     return int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
 
 
@@ -200,7 +201,7 @@ class Memory:
         stored table; int4 uses torch's own matmul.
         """
         facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
-        table = int(facts.vocab_size * facts.hidden_size * self.table_share)
+        table = 0 if facts.dflash is not None else int(facts.vocab_size * facts.hidden_size * self.table_share)
         second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
         per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
         table_held = int(table_bytes(facts) * self.table_share)
@@ -230,10 +231,10 @@ class Memory:
         facts, size = self.facts, self.options.page_size
         return tuple(
             (
-                facts.windows[layers[0]],
-                size * len(layers) * kv_bytes_per_token((facts.keeping_layers[layers[0]],), self.kv),
+                getattr(layer.mixer, "window", None),
+                size * count * kv_bytes_per_token((layer,), self.kv),
             )
-            for layers in facts.cache_layers
+            for layer, count in ((facts.keeping_layers[layers[0]], len(layers)) for layers in facts.cache_layers)
         )
 
     def groups(self, ctx: int) -> tuple[PageGroup, ...]:
@@ -388,7 +389,7 @@ class Memory:
         """Most draft tokens that one step verifies; with graphs, as many as the largest bucket has room for."""
         if self.facts.pooling or self.options.speculation == "off":
             return 0
-        return GUESS_BUCKETS[-1] - min(self.options.max_parallel, CROWD) if self.graph_buckets else MOST_DRAFTS
+        return GUESS_BUCKETS[-1] - 1 if self.graph_buckets else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """Peak working memory of a step, in addition to weights and pages, by name."""
@@ -404,6 +405,11 @@ class Memory:
             picked = own.picked(self.drafter.facts.vocab_size) if own is not None else 0
             gathered = self.options.max_parallel * picked * self.drafter.facts.hidden_size * (2 + 4)
             terms["activations"] = max(terms["activations"], theirs["activations"] + gathered)
+            if self.drafter.facts.dflash is not None:
+                width = 4 if self.dtype == "float32" else 2
+                rows = min(self.rows, ctx) + 2 * TAPPED_ROWS + WAITING_ROWS * self.options.max_parallel
+                taps = len(self.drafter.facts.dflash.taps)
+                terms["activations"] += rows * taps * self.facts.hidden_size * width
             if "graphs" in theirs:
                 terms["graphs"], terms["tables"] = (terms[name] + theirs[name] for name in ("graphs", "tables"))
             else:

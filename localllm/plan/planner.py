@@ -91,7 +91,7 @@ class Planner:
         Raises ConfigError for invalid options, DeviceError if the requested device does not exist.
         """
         _check(facts, self.options)
-        self._check_assistant(facts)
+        self._check_drafter(facts)
         planner = self.having(ctx=facts.max_context) if self.options.ctx == "max" else self
         if path:
             planner = replace(planner, measured=replace(self.measured, kl_by_kv=kl_by_kv(path)))
@@ -103,7 +103,7 @@ class Planner:
         made = planner._on(where, facts, host_experts or 0)
         if where.gpu is None or host_experts is not None or (made.fits and self.options.experts != "host"):
             return made
-        if self.options.tensor_parallel == "auto" and not self._reads_pages:
+        if self.options.tensor_parallel == "auto" and not self._follows:
             several = divided(planner, facts)
             if several is not None and several.fits:
                 return several
@@ -203,35 +203,44 @@ class Planner:
         dtype = options.dtype
         if dtype == "auto":
             dtype = "float32" if where.gpu is None else "bfloat16" if where.gpu.has_bf16 else "float16"
+        planned = self._with_heads(facts)
         for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
             enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
-            memory = Memory(self._heads(facts), machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
+            memory = Memory(planned, machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
             memory = replace(memory, adapter_bytes=adapters) if adapters else memory
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
 
-    def _heads(self, facts: ModelFacts) -> ModelFacts:
-        """The facts without the MTP head, unless the options use it."""
+    def _with_heads(self, facts: ModelFacts) -> ModelFacts:
+        """The facts without the MTP head, unless the options use it, and with the layers of a DFlash drafter."""
+        if self._drafts is not None and self._drafts.dflash is not None:
+            return replace(without_predictor(facts), drafting=self._drafts.layers)
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
         return facts if is_asked else without_predictor(facts)
 
     @property
-    def _reads_pages(self) -> bool:
-        """Whether the draft model is an assistant, which reads the model's keys and values."""
-        return self._drafts is not None and self._drafts.assistant is not None
+    def _follows(self) -> bool:
+        """Whether the draft model reads the model's own pages or hidden states."""
+        return self._drafts is not None and self._drafts.only_drafts
 
-    def _check_assistant(self, facts: ModelFacts) -> None:
-        """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
-        if facts.assistant is not None:
+    def _check_drafter(self, facts: ModelFacts) -> None:
+        """Raise UnsupportedModel for a drafter on its own, ConfigError for one that cannot draft for the model."""
+        if facts.only_drafts:
             name = facts.name or facts.source_architecture
-            what = f"{name} drafts tokens for a larger Gemma 4 model and cannot run alone"
-            raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
+            larger = "Gemma 4 model" if facts.assistant is not None else "model"
+            what = f"{name} drafts tokens for a larger {larger} and cannot run alone"
+            raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'DRAFTER'}")
         draft = self._drafts
-        if draft is None or draft.assistant is None:
+        if draft is None or not draft.only_drafts:
             return
         name = self.options.draft or draft.name
         if self.options.tensor_parallel not in (1, "auto"):
-            what = f"{name} reads the KV cache of a model on one device, not on {self.options.tensor_parallel}"
+            reads = "KV cache" if draft.assistant is not None else "hidden states"
+            what = f"{name} reads the {reads} of a model on one device, not on {self.options.tensor_parallel}"
             raise ConfigError(what, "use --tensor-parallel 1, or leave --draft out")
+        if draft.dflash is not None:
+            self._check_dflash(name, draft, facts)
+            return
+        assert draft.assistant is not None
         theirs = draft.assistant.hidden, draft.vocab_size
         if theirs != (facts.hidden_size, facts.vocab_size):
             raise ConfigError(
@@ -244,6 +253,25 @@ class Planner:
                 f"{name} expects a KV cache with other shapes than this model's",
                 "give --draft the assistant that was published with this model, or leave it out",
             )
+
+    @staticmethod
+    def _check_dflash(name: str, draft: ModelFacts, facts: ModelFacts) -> None:
+        """Raise ConfigError if a DFlash drafter was trained for another model."""
+        own, hint = draft.dflash, "give --draft the drafter that was published for this model, or leave it out"
+        assert own is not None
+        if facts.inputs is not None or facts.streams is not None:
+            raise ConfigError(f"{name} cannot draft for a model with per-layer inputs", "leave --draft out")
+        if (draft.hidden_size, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):
+            raise ConfigError(
+                f"{name} drafts for a model with {draft.hidden_size:,} hidden units and {draft.vocab_size:,} tokens,"
+                f" and this one has {facts.hidden_size:,} and {facts.vocab_size:,}",
+                hint,
+            )
+        # in transformers, the output of the last layer is normed
+        if facts.num_layers - 1 <= own.taps[-1] or own.num_layers not in (0, facts.num_layers):
+            count = own.num_layers or f"more than {own.taps[-1] + 1}"
+            what = f"{name} drafts for a model with {count} layers, and this one has {facts.num_layers}"
+            raise ConfigError(what, hint)
 
     @property
     def _drafts(self) -> ModelFacts | None:
@@ -419,7 +447,9 @@ def _speculation_reasons(memory: Memory) -> Iterator[str]:
     if asked in ("auto", "ngram"):
         yield f"speculation: drafts up to {memory.num_drafts} tokens per step from repeated text, {when}"
     if drafter is not None:
-        kept = " and its own KV cache" if drafter.facts.assistant is None else ""
+        kept = " and its own KV cache"
+        if drafter.facts.only_drafts:
+            kept = f" and the KV cache of {len(facts.drafting)} layers" if facts.drafting else ""
         held = f"{gib(drafter.weights_and_read[0], 2)} of weights{kept}"
         yield f"draft {memory.options.draft or drafter.facts.name}: drafts tokens {when}; the plan includes {held}"
     elif asked == "draft":

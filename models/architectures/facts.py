@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Assistant, Entry, Experts, InputTable, LayerFacts, Streams
+from .layers import Assistant, DFlash, Entry, Experts, InputTable, LayerFacts, Streams
 from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
@@ -61,6 +61,8 @@ class ModelFacts:
     final_offset: bool = True  # whether `norm_offset` is also added to the weight of the final norm
     embedding_norm: bool = False  # whether embedding rows are normed, without a weight
     assistant: Assistant | None = None  # of models that only draft for a larger one, whose KV cache they read
+    dflash: DFlash | None = None  # of models that only draft for a larger one, whose hidden states they read
+    drafting: tuple[LayerFacts, ...] = ()  # layers of a DFlash drafter, whose keys and values are in this model's pages
     vision: ImageFacts | None = None  # the vision tower; None: the model reads text only
     vision_flaw: str = ""  # why there is none although an mmproj file is next to the model
     decoded_bytes: int = 0  # additional bytes of weights that are decoded to bfloat16 while loading
@@ -68,6 +70,11 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def only_drafts(self) -> bool:
+        """Whether the model cannot run without the larger one that it drafts for."""
+        return self.assistant is not None or self.dflash is not None
 
     @property
     def causal(self) -> bool:
@@ -86,8 +93,9 @@ class ModelFacts:
 
     @cached_property
     def keeping_layers(self) -> tuple[LayerFacts, ...]:
-        """All layers that may have a cache: the model's, then that of the MTP head."""
-        return self.layers if self.predictor is None else (*self.layers, self.predictor)
+        """All layers that may have a cache: the model's, then that of the MTP head, then a drafter's."""
+        head = () if self.predictor is None else (self.predictor,)
+        return (*self.layers, *head, *self.drafting) if head or self.drafting else self.layers
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -135,16 +143,18 @@ class ModelFacts:
     def cache_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layer numbers grouped by cache shape and window: full attention first, then the widest window.
 
-        The MTP head counts as the layer after the last one.
+        The MTP head counts as the layer after the last one, and a drafter's layers follow. A DFlash drafter has none of
+        its own: its layers are grouped with those of the larger model.
         """
-        found: dict[tuple[object, ...], list[int]] = {}
+        if self.dflash is not None:
+            return ()
+        found: dict[tuple[int | None, ...], list[int]] = {}
         for index, layer in enumerate(self.keeping_layers):
             mixer = layer.mixer
             if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
                 found.setdefault((mixer.window, *mixer.kept), []).append(index)
-        windows = self.windows
-        groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
-        return tuple(map(tuple, groups))
+        groups = sorted(found.items(), key=lambda group: (group[0][0] is not None, -(group[0][0] or 0)))
+        return tuple(tuple(layers) for _, layers in groups)
 
     # Sizes of the largest layer, for display and for planning work memory.
 
@@ -239,6 +249,8 @@ def count_params(facts: ModelFacts) -> int:
     sizes = ((times, shape) for layer, times in facts.kinds for shape in vector_shapes(layer, hidden).values())
     vectors = sum(times * math.prod(shape) for times, shape in sizes)
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
+    if facts.dflash is not None:
+        tables = sum(n * k for n, k in facts.dflash.linears(hidden).values()) + facts.hidden_size
     if facts.inputs is not None:
         tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
     if facts.assistant is not None:

@@ -94,6 +94,9 @@ class GgufConfig(Config):
             raise bad(path, what, key="tensor count", hint=hint, error=UnsupportedModel)
         name = f"{self.names.source('model.embed_tokens')}.weight"
         table = tensors.get(name)
+        if table is None and self.source == "dflash":  # it uses the table of the model that it drafts for
+            check_vocabulary(path, self.checkpoint.metadata)
+            return len(self.checkpoint.metadata["tokenizer.ggml.tokens"])
         if table is None:
             raise bad(path, "the tensor is missing", key=name)
         if len(table.shape) != 2 or table.shape[1] != self.hidden_size:

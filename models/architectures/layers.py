@@ -275,6 +275,26 @@ class Assistant:
 
 
 @dataclass(frozen=True)
+class DFlash:
+    """What a DFlash drafter has: a small decoder that fills a block of masked tokens in one pass (block diffusion).
+
+    Each of its layers computes keys and values of earlier tokens from hidden states of the larger model, whose
+    embedding and head it uses.
+    """
+
+    taps: tuple[int, ...]  # layers of the larger model whose outputs it reads
+    block: int  # tokens of a pass: the last known one and masks, which become drafts
+    mask: int  # token id of a mask
+    num_layers: int = 0  # of the larger model; 0: not stated
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"fc": (hidden, len(self.taps) * hidden)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"hidden_norm.weight": (hidden,)}
+
+
+@dataclass(frozen=True)
 class Fusion:
     """The parts of an MTP head around its decoder layer: norms and a projection of two concatenated vectors (the next
     token's embedding and the model's last hidden state), and a final norm.

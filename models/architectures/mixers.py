@@ -61,6 +61,7 @@ class Attention:
     causal: bool = True  # False: a query also sees later positions; a window then extends equally to both sides
     v_norm: bool = False  # values are also normed, without a weight
     k_is_v: bool = False  # keys and values come from the same projection
+    kv_apart: bool = False  # keys and values are also computed without queries
     # the earlier layer whose KV cache it reads; it has none of its own. -1: a layer of the model that it drafts for
     shares_kv_with: int | None = None
 

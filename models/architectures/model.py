@@ -165,9 +165,15 @@ class OpenModel(Checkpoint):
         if first is not None:
             what = f"belongs to a layer beyond the {num_layers} that the file declares"
             raise bad(self.path, what, key=first)
-        self._linear("model.embed_tokens", (facts.vocab_size, hidden))
-        if not facts.tied_embeddings:
-            self._linear("lm_head", (facts.vocab_size, hidden))
+        if facts.dflash is not None:
+            for module, shape in facts.dflash.linears(hidden).items():
+                self._linear(module, shape)
+            for name, sizes in facts.dflash.vectors(hidden).items():
+                self._vector(name, sizes)
+        else:
+            self._linear("model.embed_tokens", (facts.vocab_size, hidden))
+            if not facts.tied_embeddings:
+                self._linear("lm_head", (facts.vocab_size, hidden))
         if facts.final_norm:
             self._vector("model.norm.weight", (hidden,))
         if facts.entry is not None:

@@ -15,6 +15,7 @@ from .architecture import Architecture
 from .cohere import Cohere, Cohere2
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
+from .dflash import Dflash
 from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4
@@ -104,6 +105,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Laguna(),
     Cohere(),
     Cohere2(),
+    Dflash(),
     Bert(),
     XlmRoberta(),
     NomicBert(),
@@ -165,6 +167,10 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
         raise top.fail("model_type", "is missing: the file does not say what model this is")
     if top.raw("architectures") and not _CLASSES.fullmatch(source):
         raise unsupported(top.path, f"{source} (no language model head)", runnable())
+    if "dflash_config" in text or source in Dflash.hf_classes:  # the model type is that of its layers
+        if source not in Dflash.hf_classes:
+            raise unsupported(top.path, source, runnable())
+        model_type = model_type if model_type in Dflash.hf_types else Dflash.name
     for one in ARCHITECTURES:
         if model_type in one.hf_wrappers:
             text = top.raw("text_config")

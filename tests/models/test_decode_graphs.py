@@ -80,8 +80,7 @@ def engine_of(
     """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
     count = [PAGES] * len(model.groups)
     slots = 12 if model.states else 0
-    sizes_of_states = model.states, slots + 1, len(model.layers)
-    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where, *sizes_of_states)
+    cache = model.new_cache([n + 1 for n in count], PAGE, kv, torch.device(where), slots + 1)
     graphs = None
     if sizes:
         most = max(*sizes, *guesses)

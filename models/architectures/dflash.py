@@ -1,0 +1,115 @@
+"""DFlash drafters: small Qwen3-like decoders that fill a block of masks from hidden states of a larger model.
+
+z-lab publishes them for Qwen, Llama and gpt-oss (`DFlashDraftModel`), Meta for Muse Glimmer. They have neither
+embedding nor head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig, object_of
+from .layers import DFlash, LayerFacts
+from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap
+
+MAX_BLOCK = 64
+# parts of tensor names that belong to other drafters with the same class or architecture name
+_OTHERS = {
+    "markov": "DSpark", "conv": "DFlash 2", "selector": "DFlash 2", "d2t": "a vocabulary of its own",
+    "sinks": "attention sinks", "hc_": "DSpark",
+}  # fmt: skip
+_MUSE = "encoder.output_norm_enc"
+_STARTS = ("", "model.")
+
+
+class Dflash(Architecture):
+    """All layers see the whole block, and keys and values of earlier tokens come from the larger model's layers."""
+
+    name = "dflash"
+    label = "DFlash drafters"
+    hf_types = {
+        "dflash": {
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32_768,
+            "rope_theta": 1e6,
+        },
+        "muse_glimmer_assistant": {
+            "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 5, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+            "rope_theta": 500_000.0, "sliding_window": 2048, "vocab_size": 202_048, "block_size": 16,
+            "mask_token_id": 201_818, "target_layer_ids": [1, 13, 25, 37, 49],
+        },
+    }  # fmt: skip
+    hf_classes = ("DFlashDraftModel", "MuseGlimmerAssistantModel")
+    gguf_types = ("dflash",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys, (rope, context) = config.keys, config.rope()
+        own = Fields(keys.path, {**keys.values, **object_of(keys, "dflash_config")})
+        if own.integer("target_hidden_size", 1, 1 << 20, config.hidden_size) != config.hidden_size:
+            raise config.unsupported(f"{config.source} for a model of another hidden size")
+        if own.text("attention_mode", "gqa") not in ("gqa", "mha") or own.flag("causal_head"):
+            raise config.unsupported(f"{config.source} with attention_mode or causal_head")
+        if config.model_type == "muse_glimmer_assistant":
+            windows = config.windows(lambda layer: True)
+        else:
+            stated = keys.raw("layer_types") is not None
+            windows = config.windows(lambda layer: False) if stated else (None,) * config.num_layers
+        layers = own.raw("target_layer_ids")
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise own.fail("target_layer_ids", "must list layer numbers")
+        mask = own.integer("mask_token_id", 0, config.vocab_size - 1)
+        block = own.integer("block_size", 2, MAX_BLOCK)
+        count = own.integer("num_target_layers", 1, MAX_LAYERS, 0)
+        return _facts(config, rope, context, windows, DFlash(_checked(own, layers), block, mask, count))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        """llama.cpp counts the inputs of layers, so the output of layer 1 is its number 2."""
+        keys, (rope, context) = config.keys, config.rope()
+        found = keys.raw("target_layers")
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+            raise keys.fail("target_layers", "must list layer numbers")
+        mask = config.general.integer("tokenizer.ggml.mask_token_id", 0, config.vocab_size - 1)
+        taps = _checked(keys, [int(number) - 1 for number in found])
+        block = keys.integer("block_size", 2, MAX_BLOCK)
+        return _facts(config, rope, context, config.windows(), DFlash(taps, block, mask))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            top = {"model.norm": "output_norm", "fc": "fc", "hidden_norm": "enc.output_norm"}
+            tables = {"model.embed_tokens": "token_embd", "lm_head": "output"}
+            text = ("blk.", *(f"{name}." for name in top.values()))
+            return NameMap(top | tables, "blk.{}.", GGUF_LAYER, text=text)
+        start = next((one for one in _STARTS if f"{one}norm.weight" in checkpoint.tensors), "")
+        top = {"model.norm": f"{start}norm", "fc": f"{start}fc", "hidden_norm": f"{start}hidden_norm"}
+        if f"{_MUSE}.weight" in checkpoint.tensors:
+            top |= {"fc": "encoder.fc", "hidden_norm": _MUSE}
+        tables = {"model.embed_tokens": f"{start}embed_tokens", "lm_head": "lm_head"}  # copies of the larger model's
+        text = (f"{start}layers.", *(f"{name}." for name in top.values()))
+        return NameMap(top | tables, f"{start}layers.{{}}.", text=text)
+
+
+def _checked(keys: Fields, layers: list[int]) -> tuple[int, ...]:
+    if not 0 < len(layers) <= MAX_LAYERS or layers != sorted(set(layers)) or not 0 <= layers[0] <= MAX_VOCAB:
+        raise keys.fail("target_layer_ids", "must list different layers of the larger model in order")
+    return tuple(layers)
+
+
+def _facts(config: Config, rope: RopeFacts, context: int, windows: tuple[int | None, ...], own: DFlash) -> ModelFacts:
+    for name in config.checkpoint.tensors:
+        part = next((part for part in _OTHERS if part in name), None)
+        if part is not None:
+            raise config.unsupported(f"{config.source} with {_OTHERS[part]} ({name[:60]})")
+    attention = config.attention(rope, qk_norm=True, kv_apart=True, causal=True)
+    layer = LayerFacts(attention, config.dense(config.activation()))
+    facts = config.facts(repeated(layer, windows), context, pooling="")
+    return replace(facts, dflash=own, has_chat_template=False)

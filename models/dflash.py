@@ -1,0 +1,175 @@
+"""A DFlash drafter: a small decoder that drafts a block of tokens in one pass.
+
+Its pages hold keys and values of earlier tokens, which each layer computes from hidden states between the larger
+model's layers (`store`). The input of a pass is the last known token and masks; all of them see each other (`draft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import (
+    AttentionWeights,
+    LayerCache,
+    LayerCall,
+    Linear,
+    Norm,
+    View,
+    forget,
+    linears_of,
+    nbytes_of,
+)
+from localllm.kernels.reference import rms_norm
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.table import KernelTable
+
+from .architectures import OpenModel
+from .architectures.facts import ModelFacts
+from .architectures.sharding import Shard
+from .inputs import ForwardBatch
+from .kv_cache import KVCache
+from .layers import load_layer
+from .loader import Loading, device_failures
+from .model import DecoderLayer, Model
+from .reader import LoadOptions
+from .samples import model_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashModel:
+    """The loaded weights.
+
+    calls    each layer with the number of its view
+    context  each layer's attention as it stores keys and values of earlier tokens, with its view
+    views    (cache group, rotation)
+    """
+
+    facts: ModelFacts
+    layers: tuple[DecoderLayer, ...]
+    calls: tuple[LayerCall, ...]
+    context: tuple[tuple[AttentionWeights, int], ...]
+    views: tuple[tuple[int, RopeTable], ...]
+    fc: Linear
+    hidden_norm: Norm
+    norm: Norm
+    table: KernelTable
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the larger model whose outputs it reads."""
+        assert self.facts.dflash is not None
+        return self.facts.dflash.taps
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all prepared weights."""
+        return sum(layer.nbytes for layer in self.layers) + nbytes_of(self)
+
+    def reserve_positions(self, length: int) -> None:
+        """As of `Model`."""
+        for _, rope in self.views:
+            rope.reserve(length)
+
+    def forget_pages(self) -> None:
+        """As of `Model`."""
+        self._forget(pages_only=True)
+
+    def forget_layers(self) -> None:
+        """As of `Model`."""
+        self._forget()
+
+    def _forget(self, pages_only: bool = False) -> None:
+        for mixer, ffn, _ in self.calls:
+            for linear in (one for weights in (mixer, ffn) for one in linears_of(weights)):
+                for part in linear.parts:
+                    forget(part.prepared, pages_only=pages_only)
+
+
+def load_dflash(checkpoint: OpenModel, options: LoadOptions, target: Model) -> DFlashModel:
+    """Load every weight of `checkpoint`; the facts of `target` include its layers (`ModelFacts.drafting`).
+
+    Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
+    """
+    with device_failures(checkpoint):
+        return _load(checkpoint, options, target)
+
+
+def _load(checkpoint: OpenModel, options: LoadOptions, target: Model) -> DFlashModel:
+    facts, hidden = checkpoint.facts, checkpoint.facts.hidden_size
+    assert facts.dflash is not None and target.facts.drafting == facts.layers
+    loading = Loading(checkpoint, Shard(facts), options)
+    shapes = model_shapes(facts, loading.op_facts())
+    table = loading.op_table(shapes)
+    layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
+    ropes = {rope: loading.rope(rope) for rope in facts.ropes}
+    first = len(target.facts.keeping_layers) - facts.num_layers
+    group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
+    pairs = [(group_of[first + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
+    kinds = list(dict.fromkeys(pairs))
+    numbers = [kinds.index(pair) for pair in pairs]
+    (fc, shape), *_ = facts.dflash.linears(hidden).items()
+    made = DFlashModel(
+        facts=facts,
+        layers=layers,
+        calls=tuple((layer.mixer, layer.ffn, view) for layer, view in zip(layers, numbers, strict=True)),
+        context=tuple((_keys_and_values(layer.mixer), view) for layer, view in zip(layers, numbers, strict=True)),
+        views=tuple((group, ropes[rope]) for group, rope in kinds),
+        fc=loading.linear("draft", (fc,), (shape,)),
+        hidden_norm=loading.norm("hidden_norm", hidden),
+        norm=loading.norm("model.norm", hidden),
+        table=table,
+    )
+    if loading.selftest is None:
+        return made
+    of_views = [ropes[rope] for _, rope in kinds]
+    table = loading.segments(shapes, table, layers, numbers, of_views, target.embedding, target.head)
+    loading.selftest.save()
+    return replace(made, table=table)
+
+
+def _keys_and_values(weights: object) -> AttentionWeights:
+    """The attention of a layer without queries; its input is normed already."""
+    assert isinstance(weights, AttentionWeights)
+    _, *parts = weights.qkv.parts
+    return replace(weights, norm=None, qkv=Linear(tuple(parts)), num_heads=0)
+
+
+def store(own: DFlashModel, cache: KVCache, batch: ForwardBatch, hidden: Tensor) -> None:
+    """Store keys and values of the batch's tokens.
+
+    hidden   [num_tokens, taps * hidden]: outputs of the layers `own.taps` for these tokens
+    """
+    context = rms_norm(own.fc(hidden), own.hidden_norm.weight, own.hidden_norm.eps)
+    views = _views(own, batch)
+    for (weights, view), pages in zip(own.context, cache.drafting, strict=True):
+        cos, sin, _, slot_mapping = views[view]
+        assert isinstance(pages, KVPages)
+        own.table.attn_in(context, weights, cos, sin, pages, slot_mapping)
+
+
+def draft(
+    own: DFlashModel, model: Model, cache: KVCache, kept: Sequence[LayerCache], batch: ForwardBatch, rows: Tensor
+) -> Tensor:
+    """The likeliest tokens of the masks at `rows` (int64, ascending) of a batch of blocks: int64 [rows].
+
+    kept    `cache.drafting`
+    batch   each token is a sequence of its own that ends where its block does, so all tokens of a block see each other
+    """
+    x = replace(model.embedding, norm_eps=0.0)(batch.token_ids)
+    lens = batch.cu_query_lens, batch.seq_lens_tensor
+    x = own.table.decoder(x, own.calls, kept, _views(own, batch), *lens, rows)
+    x = rms_norm(x, own.norm.weight, own.norm.eps)
+    return model.head.linear(x)[:, : model.facts.vocab_size].argmax(-1)
+
+
+def _views(own: DFlashModel, batch: ForwardBatch) -> list[View]:
+    length = max(batch.seq_lens)
+    found = []
+    for group, rope in own.views:
+        pages = batch.groups[group]
+        found.append((*rope.rows(batch.positions, length), pages.block_table, pages.slot_mapping))
+    return found

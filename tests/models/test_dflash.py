@@ -1,0 +1,165 @@
+"""DFlash drafters fill a block of masks in one pass: against transformers, and at work."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from localllm.engine.decode_inputs import DecodeInputs
+from localllm.engine.dflash import DFlashDrafter
+from localllm.engine.engine import Engine
+from localllm.engine.speculation import Speculation
+from localllm.models.architectures import open_model
+from localllm.models.dflash import DFlashModel, load_dflash
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.model import Model
+
+from .test_decode_graphs import CONTEXT, PAGE, PAGES, answers, engine_of, requests, rerun
+
+slow = pytest.mark.slow
+BLOCK, MASK = 6, 98
+
+
+@dataclass
+class Drafter:
+    """transformers' model, and its files in one of the layouts in which they are published."""
+
+    reference: Any
+    window: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+        found = {}
+        for key, value in self.reference.state_dict().items():
+            start = next((one for one in names if key.startswith(one)), "")
+            found[names.get(start, "") + key.removeprefix(start)] = value.detach().clone().contiguous()
+        return found
+
+    def save(self, folder: Path, layout: str = "z-lab", **changes: Any) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads(self.reference.config.to_json_string(use_diff=False))
+        config |= {
+            "vocab_size": 99,
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        tensors = self.tensors
+        if layout == "z-lab":
+            own = {"target_layer_ids": config.pop("target_layer_ids"), "mask_token_id": config.pop("mask_token_id")}
+            config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": own}
+        else:
+            tensors = {key: value.contiguous() for key, value in self.reference.state_dict().items()}
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+
+def drafter_of(target: Any, windows: tuple[int, ...] = (0, 5), seed: int = 3) -> Drafter:
+    """One for a tiny model; a layer for each window, 0 for full attention."""
+    from transformers import MuseGlimmerAssistantConfig
+    from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+    theirs = target.reference.config.get_text_config()
+    taps = [0, theirs.num_hidden_layers - 2] if theirs.num_hidden_layers > 2 else [0]
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=theirs.hidden_size, intermediate_size=50, num_hidden_layers=len(windows), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=max(windows) or None, block_size=BLOCK, mask_token_id=MASK,
+        target_layer_ids=taps, layer_types=["sliding_attention" if one else "full_attention" for one in windows],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = MuseGlimmerAssistantModel._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            spread = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * spread if "norm" in key else spread * parameter.shape[-1] ** -0.5)
+    return Drafter(model, max(windows))
+
+
+def expected_drafts(target: Any, one: Drafter, ids: list[int]) -> list[int]:
+    """Those of transformers, when the model has read all of `ids` but the last. All of a block see the same window."""
+    known = len(ids) - 1
+    table = target.reference.get_input_embeddings()
+    noise = torch.nn.functional.embedding(torch.tensor([[ids[-1], *[MASK] * (BLOCK - 1)]]), table.weight)
+    noise = noise * float(getattr(table, "embed_scale", 1.0))
+    seen = torch.zeros(1, 1, BLOCK, known + BLOCK)
+    near = seen.clone()
+    near[..., : max(0, known + BLOCK - one.window)] = float("-inf")
+    with torch.no_grad():
+        read = target.reference(torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False)
+        context = torch.cat([read.hidden_states[layer + 1] for layer in one.reference.config.target_layer_ids], -1)
+        made = one.reference(
+            noise_embeds=noise,
+            context_hidden_states=context,
+            position_ids=torch.arange(known + BLOCK)[None],
+            attention_mask={"full_attention": seen, "sliding_attention": near},
+            use_cache=False,
+        )
+        head = target.reference.get_output_embeddings()
+        best: list[int] = head(made.last_hidden_state[0, 1:]).argmax(-1).tolist()
+        return best
+
+
+class Checked(DFlashDrafter):
+    """Keeps what it was asked and what it answered."""
+
+    def __init__(self, engine: Engine, own: DFlashModel, blocks: int = 5) -> None:
+        inputs = DecodeInputs(blocks * BLOCK, CONTEXT, PAGE, [PAGES] * len(engine.runner.cache.groups), "cpu")
+        super().__init__(engine.runner, own, inputs, 64, 99, 0.1)
+        self.extend = engine.scheduler.pages.extend
+        self.seen: list[tuple[list[int], tuple[int, ...]]] = []
+        engine.runner.listener = self
+        engine.stepper.speculation = Speculation(self, "always", goes_back=bool(engine.runner.model.states))
+
+    def propose(self, sequences: Any, counts: Any) -> list[tuple[int, ...]]:
+        found = super().propose(sequences, counts)
+        pairs = zip(sequences, found, strict=True)
+        # a second answer to a prompt is drafted for before the page at its end was copied
+        self.seen += [(list(one.token_ids), drafts) for one, drafts in pairs if drafts and one.params.n == 1]
+        return found
+
+
+def loaded_pair(target: Any, one: Drafter, folder: Path, layout: str = "z-lab") -> tuple[Model, DFlashModel]:
+    options = LoadOptions(exact=True)
+    with open_model(one.save(folder / "draft", layout)) as draft, open_model(target.save(folder / "model")) as whole:
+        model = load_model(whole, replace(options, drafting=draft.facts.layers))
+        return model, load_dflash(draft, options, model)
+
+
+FORMS = ("eager", "graphs", "preempted", "graphs, preempted")
+NAMES = ("qwen3", "muse-glimmer", "qwen3.5", "gemma3", "gpt-oss", "qwen3-moe", "gemma4-moe", "mistral")
+QUICK = [("qwen3", "graphs"), ("qwen3.5", "eager"), ("muse-glimmer", "preempted")]
+MANY = [(name, form) for name in NAMES for form in FORMS]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case not in QUICK)]
+)
+def test_drafts_match_transformers_and_change_no_token(name: str, form: str, tiny: Callable, tmp_path: Path) -> None:
+    """Windows, chunks, batches, the prefix tree, preemption, right and wrong drafts, and with graphs no eager pass."""
+    target = tiny(name)
+    one = drafter_of(target)
+    model, own = loaded_pair(target, one, tmp_path, "muse" if name == "muse-glimmer" else "z-lab")
+    expected = answers(engine_of(model), requests(1))
+    captured = form.startswith("graphs")
+    engine = engine_of(model, *((1, 2, 4, 5), True) if captured else (), guesses=(2, 4, 8, 16, 64) if captured else ())
+    checked = Checked(engine, own)
+    if captured:
+        checked.graphs(rerun).capture()
+    if "preempted" in form:
+        engine.scheduler.limits = replace(engine.scheduler.limits, preempt_every=7)
+    for _ in range(1 + ("preempted" not in form)):
+        assert answers(engine, requests(1)) == expected
+    assert engine.runner.listener is checked and len(checked.seen) > 20
+    for ids, drafts in random.Random(1).sample(checked.seen, 12):
+        assert list(drafts) == expected_drafts(target, one, ids)[: len(drafts)]
