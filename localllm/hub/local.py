@@ -90,7 +90,7 @@ def _read_facts(path: Path) -> ModelFacts:
 
     with open_model(path) as checkpoint:
         facts = checkpoint.facts
-        if facts.assistant is None:  # an assistant uses the tokenizer of the model that it drafts for
+        if not facts.only_drafts:  # a drafter uses the tokenizer of the model that it drafts for
             check_tokenizer(checkpoint)
         return facts
 

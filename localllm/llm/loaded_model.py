@@ -150,8 +150,8 @@ class LoadedModel(AdaptedModel):
         draft, why = None, "there is no room for it"
         try:
             draft = Draft(path.name, path, "")
-            if draft.facts.assistant is None:
-                why = "it is not an assistant of Gemma 4"
+            if not draft.facts.only_drafts:
+                why = "it is a model of its own"
             elif planner := planner_with(self._planner, draft.facts, self.facts, self.path):
                 self._planner = planner
                 return draft

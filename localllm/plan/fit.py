@@ -313,7 +313,7 @@ def with_drafter_beside(planner: Planner, facts: ModelFacts, path: Path) -> Plan
     try:
         with open_model(drafter, mmproj="off") as checkpoint:
             draft = checkpoint.facts
-        return (planner_with(planner, draft, facts, path) if draft.assistant else None) or planner
+        return (planner_with(planner, draft, facts, path) if draft.only_drafts else None) or planner
     except LocalLLMError:
         return planner
 

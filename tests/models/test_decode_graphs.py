@@ -35,7 +35,6 @@ from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import one_capture
 from localllm.models.architectures import open_model
-from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 from localllm.plan.planner import Planner

@@ -9,21 +9,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from localllm import LLM
+from localllm.cli.commands import pull, show
+from localllm.config import EngineOptions
+from localllm.device.fake import MACHINES
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.dflash import DFlashDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.speculation import Speculation
+from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
+from localllm.hub import local
 from localllm.models.architectures import open_model
 from localllm.models.dflash import DFlashModel, load_dflash
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
+from localllm.plan.planner import Planner
+from localllm.request import SamplingParams
 
 from .test_decode_graphs import CONTEXT, PAGE, PAGES, answers, engine_of, requests, rerun
+from .test_gguf_models import write_gguf
 
 slow = pytest.mark.slow
 BLOCK, MASK = 6, 98
@@ -45,7 +55,7 @@ class Drafter:
             found[names.get(start, "") + key.removeprefix(start)] = value.detach().clone().contiguous()
         return found
 
-    def save(self, folder: Path, layout: str = "z-lab", **changes: Any) -> Path:
+    def save(self, folder: Path, layout: str = "z-lab", more: Any = (), **changes: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.reference.config.to_json_string(use_diff=False))
         config |= {
@@ -61,8 +71,18 @@ class Drafter:
         else:
             tensors = {key: value.contiguous() for key, value in self.reference.state_dict().items()}
         (folder / "config.json").write_text(json.dumps(config | changes))
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors | dict(more), folder / "model.safetensors")
         return folder
+
+    def as_gguf(self, path: Path) -> Path:
+        """As llama.cpp's converter writes it."""
+        config = json.loads(self.reference.config.to_json_string(use_diff=False))
+        tensors = {
+            key if key.startswith(("fc.", "hidden_norm.")) else f"model.{key}": value
+            for key, value in self.tensors.items()
+        }
+        config |= {"model_type": "dflash", "vocab_size": 99}
+        return write_gguf(path, config, tensors, gguf.GGMLQuantizationType.F32)
 
 
 def drafter_of(target: Any, windows: tuple[int, ...] = (0, 5), seed: int = 3) -> Drafter:
@@ -163,3 +183,108 @@ def test_drafts_match_transformers_and_change_no_token(name: str, form: str, tin
     assert engine.runner.listener is checked and len(checked.seen) > 20
     for ids, drafts in random.Random(1).sample(checked.seen, 12):
         assert list(drafts) == expected_drafts(target, one, ids)[: len(drafts)]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("gemma3", marks=slow)])
+def test_a_model_with_its_drafter_answers_the_same(name: str, tiny: Callable, tmp_path: Path) -> None:
+    """From files, through plan, loader, boot, sleep and a failure."""
+    one = tiny(name)
+    path = write_gguf(tmp_path / "tiny.gguf", one.config, one.tensors, gguf.GGMLQuantizationType.F32)
+    draft = str(drafter_of(one).save(tmp_path / "drafter"))
+
+    def answered(llm: LLM) -> list[list[int]]:
+        texts = ["t5 t6 t7", "t9", "t8 t8 t8 t8"]
+        params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)
+        return [output.completions[0].token_ids for output in llm.generate(texts, params)]
+
+    with LLM(path, ctx=256, speculation="off") as llm:
+        wanted, held, kept = answered(llm), llm.state().weight_bytes, llm.plan.kv_bytes
+    with LLM(path, ctx=256, speculation="draft", draft=draft, debug_invariants=True) as llm:
+        assert answered(llm) == wanted and answered(llm) == wanted
+        assert "speculation draft, " in llm.run_summary and "draft tokens accepted" in llm.run_summary
+        assert llm.state().weight_bytes > held and llm.plan.kv_bytes > kept and llm.plan.draft_pages == ()
+        assert any("of weights and the KV cache of 2 layers" in reason for reason in llm.plan.reasons)
+        llm.sleep()
+        llm.wake()
+        assert answered(llm) == wanted and llm.engine.stats().num_draft_tokens > 12 and not llm.state().warnings
+        llm.engine.runner.listener.hear = lambda step, hidden: 1 / 0
+        assert answered(llm) == wanted
+        assert any("the draft model is off" in line for line in llm.state().warnings)
+    with LLM(path, ctx=256, draft=draft) as llm:  # where it is measured to pay
+        assert answered(llm) == wanted
+
+
+def test_one_that_cannot_draft_is_refused(tiny: Callable, tmp_path: Path) -> None:
+    target, other = tiny("qwen3"), tiny("gemma4-e2b")
+    facts = open_model(target.save(tmp_path / "target")).facts
+    draft = open_model(drafter_of(target).save(tmp_path / "draft", num_target_layers=3)).facts
+    cpu = Planner(MACHINES["cpu"], EngineOptions(draft="it"), draft=draft)
+    plan, alone = cpu.plan(facts), Planner(MACHINES["cpu"]).plan(facts)
+    assert (
+        plan.weight_bytes > alone.weight_bytes and plan.sequence_bytes > alone.sequence_bytes and not plan.draft_pages
+    )
+    with pytest.raises(UnsupportedModel, match="drafts tokens for a larger model and cannot run alone") as raised:
+        Planner(MACHINES["cpu"]).plan(draft)
+    assert "--draft" in raised.value.hint
+    with pytest.raises(UnsupportedModel, match="cannot run alone"):
+        LLM(tmp_path / "draft")
+    with pytest.raises(ConfigError, match="cannot draft for a model with per-layer inputs"):
+        cpu.plan(open_model(other.save(tmp_path / "other")).facts)
+    with pytest.raises(ConfigError, match="44 hidden units and 99 tokens, and this one has 48 and 99"):
+        cpu.plan(replace(facts, hidden_size=48))
+    with pytest.raises(ConfigError, match="a model with 3 layers, and this one has 2"):
+        cpu.plan(replace(facts, layers=facts.layers[:2]))
+    with pytest.raises(ConfigError, match="one device, not on 2"):
+        replace(cpu, options=EngineOptions(draft="it", tensor_parallel=2)).plan(facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModel, "DFlash2DraftModel is not supported"),
+        ({"dflash_config": {"mask_token_id": 3}}, BadModelFile, "target_layer_ids: must list layer numbers"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [2, 1]}}, BadModelFile, "in order"),
+        ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0]}}, BadModelFile, "mask_token_id"),
+        ({"block_size": 1}, BadModelFile, "block_size: must be 2 to 64, not 1"),
+        ({"block_size": 300}, BadModelFile, "block_size: must be 2 to 64, not 300"),
+        ({"hidden_size": 48}, BadModelFile, "expected"),
+    ],
+)
+def test_files_of_other_drafters_are_refused(
+    changes: dict[str, Any], error: type[Exception], match: str, tiny: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=match):
+        _ = open_model(drafter_of(tiny("qwen3")).save(tmp_path, **changes)).facts
+
+
+def test_parts_of_other_drafters_are_refused(tiny: Callable, tmp_path: Path) -> None:
+    one = drafter_of(tiny("qwen3"))
+    for name, what in {"markov_head.w1.weight": "DSpark", "layers.0.attn_conv.base": "DFlash 2"}.items():
+        with pytest.raises(UnsupportedModel, match=what):
+            _ = open_model(one.save(tmp_path / what, more={name: torch.zeros(3)})).facts
+    copies = {"embed_tokens.weight": torch.zeros(99, 44), "lm_head.weight": torch.zeros(99, 44)}
+    facts = open_model(one.save(tmp_path / "copies", more=copies)).facts  # of the larger model's tables
+    assert facts.weight_bytes == open_model(one.save(tmp_path / "none")).facts.weight_bytes
+
+
+def test_gguf_is_the_same_drafter(tiny: Callable, tmp_path: Path) -> None:
+    target = tiny("gemma3")
+    one = drafter_of(target)
+    model, whole = loaded_pair(target, one, tmp_path)
+    with open_model(one.as_gguf(tmp_path / "drafter.gguf")) as checkpoint:
+        packed = load_dflash(checkpoint, LoadOptions(exact=True), model)
+    assert (
+        packed.facts.dflash == replace(whole.facts.dflash, num_layers=0) and packed.facts.layers == whole.facts.layers
+    )
+    assert packed.facts.num_params == whole.facts.num_params == sum(map(torch.numel, one.tensors.values()))
+    x = torch.randn(5, 88, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(packed.fc(x), whole.fc(x)) and torch.equal(packed.norm.weight, whole.norm.weight)
+
+
+def test_a_drafter_is_listed_and_shown(tiny: Callable, tmp_path: Path) -> None:
+    path = drafter_of(tiny("qwen3")).save(tmp_path / "drafter")
+    assert local._read_facts(path).only_drafts and pull._fits(path, EngineOptions()) == (None, None)
+    with open_model(path) as checkpoint:
+        assert show._chats(checkpoint.facts) == "no: a drafter, for `localllm chat MODEL --draft`"
+        assert not show._capabilities(checkpoint)["chat"]
+        assert checkpoint.facts.weight_bytes == sum(info.nbytes for info in checkpoint.tensors.values())

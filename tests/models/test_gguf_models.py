@@ -199,6 +199,10 @@ def write_gguf(
         tensors = {name: tensor.mT if ".experts." in name else tensor for name, tensor in tensors.items()}
     if arch in ("deepseek2", "mistral4"):
         tensors = _latent(writer, config, tensors, apart)
+    if arch == "dflash":
+        writer.add_uint32("dflash.block_size", config["block_size"])
+        writer.add_array("dflash.target_layers", [layer + 1 for layer in config["target_layer_ids"]])
+        writer.add_uint32("tokenizer.ggml.mask_token_id", config["mask_token_id"])
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(config.get("tokens") or [f"t{i}" for i in range(vocabulary)])

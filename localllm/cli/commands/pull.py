@@ -142,13 +142,13 @@ def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOp
 def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool | None]:
     """Return (whether it fits this machine, None when the configured device is missing; whether it can chat).
 
-    Both are None for an assistant, which only drafts tokens for another model.
+    Both are None for a drafter, which only drafts tokens for another model.
     """
     from localllm.models.architectures import open_model
     from localllm.plan.planner import Planner
 
     with open_model(path, options.mmproj) as checkpoint:
-        if checkpoint.facts.assistant is not None:
+        if checkpoint.facts.only_drafts:
             return None, None
         chat = checkpoint.facts.has_chat_template
         try:

@@ -107,7 +107,7 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
     from localllm.tokenizer.files import load_tokenizer
 
     tools, thinks = NO_TEMPLATE, False
-    if checkpoint.facts.assistant is not None:  # it has no tokenizer
+    if checkpoint.facts.only_drafts:  # it has no tokenizer
         return {"chat": False, "tools": tools.line, "thinking": False, "vision": False}
     tokenizer = load_tokenizer(checkpoint)
     if checkpoint.facts.has_chat_template:
@@ -132,8 +132,8 @@ def _images(checkpoint: OpenModel) -> str:
 def _chats(facts: ModelFacts) -> str:
     if facts.pooling:
         return f"no: an embedding model (pooling: {facts.pooling}, {facts.embedding_size:,} dimensions)"
-    if facts.assistant is not None:
-        return "no: an assistant, for `localllm chat MODEL --draft`"
+    if facts.only_drafts:
+        return "no: a drafter, for `localllm chat MODEL --draft`"
     return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
 
 
