@@ -230,6 +230,11 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
         given = (_meta(dtype, 1, 48, dim), 32, (angles, angles), kept, norms)
         call = partial(qk_norm_rope_kv, *given, late_norms=of == "late norm")
         yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), call
+    angles, norm = _meta(torch.float32, 1, 64), Norm(_meta(torch.float32, 128), 1e-6)
+    for kv_format in (native, "fp8"):
+        kept = _pages(kv_format, 8, 16, 128), slots
+        given = (_meta(dtype, 1, 16, 128), 0, (angles, angles), kept, (norm, norm))
+        yield "qk_norm_rope_kv", f"{kv_format} d128 without queries", partial(qk_norm_rope_kv, *given)
 
 
 def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:

@@ -168,8 +168,8 @@ class EngineOptions:
     draft: str = _key(
         TEXT,
         "",
-        "smaller model with the same vocabulary for speculative decoding; empty: only a Gemma 4 assistant (mtp-*.gguf)"
-        " next to the model",
+        "smaller model with the same vocabulary, or a drafter published for the model, for speculative decoding; empty:"
+        " only a Gemma 4 drafter (mtp-*.gguf) next to the model",
     )
     adapters: tuple[str, ...] = _key(
         ADAPTERS, (), "LoRA adapters to load with the model, each as NAME=PATH; PATH is a PEFT folder"

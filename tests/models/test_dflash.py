@@ -16,11 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from localllm import LLM
+from localllm.boot.assembly import assemble
 from localllm.cli.commands import pull, show
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
+from localllm.engine.cuda_graph import Captured, Run
 from localllm.engine.decode_inputs import DecodeInputs
-from localllm.engine.dflash import DFlashDrafter
+from localllm.engine.dflash import READ, DFlashDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.speculation import Speculation
 from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
@@ -29,6 +31,7 @@ from localllm.models.architectures import open_model
 from localllm.models.dflash import DFlashModel, load_dflash
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
+from localllm.plan.memory import TAPPED_ROWS
 from localllm.plan.planner import Planner
 from localllm.request import SamplingParams
 
@@ -288,3 +291,31 @@ def test_a_drafter_is_listed_and_shown(tiny: Callable, tmp_path: Path) -> None:
         assert show._chats(checkpoint.facts) == "no: a drafter, for `localllm chat MODEL --draft`"
         assert not show._capabilities(checkpoint)["chat"]
         assert checkpoint.facts.weight_bytes == sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3.5", marks=slow)])
+def test_an_assembled_engine_captures_the_blocks(name: str, tiny: Callable, tmp_path: Path) -> None:
+    """Graphs of one block and of two, beside those of the model; a block is no larger than a captured step."""
+    model, own = loaded_pair(tiny(name), drafter_of(tiny(name)), tmp_path)
+    options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", speculation="draft", prefill_budget=24)
+    facts = replace(model.facts, drafting=())
+    made = replace(
+        Planner(MACHINES["cpu"], options, draft=own.facts).plan(facts),
+        graph_buckets=(1, 2, 3),
+        guess_buckets=(2, 4, 8, 16) if model.states else (4, 8, 16),
+    )
+    assert assemble(model, replace(made, graph_buckets=()), draft=own).runner.cache.nbytes == made.kv_bytes
+    shapes: list[int] = []
+
+    def capture(run: Run) -> Captured:
+        shapes.append(run.args[0].token_ids.shape[0] if run.func.__name__ == "compute" else 0)
+        return rerun(run)
+
+    engine = assemble(model, made, draft=own, capture=capture, check_invariants=True)
+    assert list(engine.runner.beside) == ["the draft model"] and TAPPED_ROWS == READ
+    assert {BLOCK, 2 * BLOCK} <= set(shapes) and not engine.runner.graphs.failure
+    expected = answers(engine_of(model), requests(2))
+    assert answers(engine, requests(2)) == expected
+    stats = engine.stats()
+    assert stats.num_draft_tokens > 12 and engine.runner.listener is not None
+    assert made.num_drafts > 15 and engine.scheduler.limits.draft_rows == 16

@@ -65,7 +65,8 @@ AttachTo = Annotated[
 ]
 Kv = Annotated[str | None, setting("engine.kv", "--kv")]
 Draft = Annotated[
-    str | None, setting("engine.draft", "--draft", metavar="MODEL", meaning="Smaller model for speculative decoding.")
+    str | None,
+    setting("engine.draft", "--draft", metavar="MODEL", meaning="Smaller model or drafter for speculative decoding."),
 ]
 Mmproj = Annotated[
     str | None,

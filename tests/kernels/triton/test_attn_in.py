@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,3 +59,25 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(found.v != 0, expected.v != 0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_keys_and_values_alone(num_tokens: int, device: torch.device) -> None:
+    """As a drafter stores them for tokens that the larger model computed: no queries, and normed already."""
+    whole = weights_of(True, False, 3, device)
+    weights = replace(whole, norm=None, qkv=Linear(whole.qkv.parts[1:]), num_heads=0)
+    x = torch.randn(num_tokens, HIDDEN).half().to(device)
+    turns = torch.randn(num_tokens, DIM // 2)
+    cos, sin = turns.cos().to(device), turns.sin().to(device)
+    slots = torch.arange(5, 5 + num_tokens).to(device)
+    found, expected = (KVPages.empty("fp16", 2, KV_HEADS, 16, DIM) for _ in range(2))
+    found, expected = (KVPages(p.k.to(device), p.v.to(device)) for p in (found, expected))
+
+    def composed(*args: object) -> torch.Tensor:
+        raise AssertionError("the composed segment was called")
+
+    assert attn_in(composed, x, weights, cos, sin, found, slots).shape == (num_tokens, 0, DIM)
+    REFERENCES["attn_in"](x, weights, cos, sin, expected, slots)
+    for ours, theirs in ((found.k, expected.k), (found.v, expected.v)):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(found.v != 0, expected.v != 0) and int(found.v.ne(0).any(-1).sum()) == num_tokens

@@ -214,6 +214,7 @@ def attention_weights(
     ("count", "kv_heads", "dim", "half", "norm", "interleaved"),
     [
         (9, 3, 64, 32, "", False),
+        (0, 2, 64, 32, "early", False),  # keys and values alone
         (4, 1, 256, 128, "early", False),
         (8, 2, 96, 20, "early", True),
         (3, 1, 72, 24, "late", False),
