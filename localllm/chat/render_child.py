@@ -11,6 +11,7 @@ from typing import Any
 
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.terminal import spaced
 
 CPU_S = 1.8  # CPU time per rendering; with a free core, an error appears within two seconds
 DEADLINE_S = 20.0  # wall time per rendering, for a busy machine
@@ -66,8 +67,7 @@ def shared_child() -> RenderChild:
 
 def clean(text: str, limit: int = 300) -> str:
     """Make untrusted text safe for an error message: no escape sequences, one line, limited length."""
-    text = _ESCAPES.sub("", text[: 10 * limit])
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    text = spaced(_ESCAPES.sub("", text[: 10 * limit]))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

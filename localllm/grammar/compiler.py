@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import InvalidConstraint
 from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.terminal import spaced
 from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_WALL_S, parser_limits
@@ -46,7 +47,6 @@ _FILLERS = re.compile(
 )
 # signals that end a child when a grammar exhausts its stack, memory or time
 _OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
-_SPACES = re.compile(r"\s+")
 _QUOTED_CHARS = 200
 
 
@@ -256,8 +256,7 @@ def _check(source: Source) -> tuple[str, int]:
 
 def _error(source: Source, why: str) -> InvalidConstraint:
     what = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "list of choices or tools"}
-    why = "".join(c if c.isprintable() else " " for c in re.split("<state>|<backtrace>|<non-verbose", why)[0])
-    why = _SPACES.sub(" ", why).strip()[:_QUOTED_CHARS]
+    why = spaced(re.split("<state>|<backtrace>|<non-verbose", why)[0])[:_QUOTED_CHARS]
     error = InvalidConstraint(
         f"the {what.get(source.kind, 'grammar')} cannot be enforced: {why}",
         "leave out the part named in the message, or simplify it",
