@@ -44,17 +44,14 @@ class RenderChild(Child):
         raise _error(str(answer.get("error")), clean(str(answer.get("message", ""))))
 
     def _ask(self, body: bytes) -> dict[str, Any]:
-        for _ in range(2):
-            try:
-                answer = json.loads(self.exchange(body, DEADLINE_S))
-                return answer if isinstance(answer, dict) else {}
-            except ChildDied as died:
-                if died.code == -signal.SIGPROF:
-                    return {"error": "limit", "message": f"over {CPU_S} s"}
-                # perhaps killed from outside: try once more with a new child
-            except ChildLate:
-                return {"error": "limit", "message": f"over {DEADLINE_S} s"}
-        return {"error": "limit", "message": "the renderer died"}
+        try:
+            answer = json.loads(self.insist(body, DEADLINE_S))
+            return answer if isinstance(answer, dict) else {}
+        except ChildDied as died:
+            why = f"over {CPU_S} s" if died.code == -signal.SIGPROF else "the renderer died"
+        except ChildLate:
+            why = f"over {DEADLINE_S} s"
+        return {"error": "limit", "message": why}
 
 
 @cache
