@@ -19,6 +19,7 @@ import triton.language as tl
 from .e4m3 import widen_e4m3, widen_int8
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
+from .sequences import query_of
 
 
 @triton.jit
@@ -28,29 +29,6 @@ def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
         power = tl.minimum(scores * (2.885390081777927 / softcap), 126.0)
         scores = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
     return scores
-
-
-@triton.jit
-def _query_of(
-    row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
-    """(token, sequence, visible keys without a window) of a row: a token, or a sequence (0 keys if several queries)."""
-    if BY_TOKEN:
-        token = first_token + row
-        low = 0
-        high = num_seqs
-        for _ in range(STEPS):  # binary search for the last sequence that starts at or before the token
-            middle = (low + high) // 2
-            later = tl.load(cu_query_lens + middle) > token
-            low = tl.where(later, low, middle)
-            high = tl.where(later, middle, high)
-        length = tl.load(seq_lens + low) - (tl.load(cu_query_lens + low + 1) - token) + 1
-    else:
-        low = row
-        token = tl.load(cu_query_lens + low)
-        single = tl.load(cu_query_lens + low + 1) - token == 1
-        length = tl.where(single, tl.load(seq_lens + low), 0)
-    return token, low, length
 
 
 @triton.jit
@@ -91,7 +69,7 @@ def decode_split(
     row = tl.program_id(2)
     if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
+    token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     oldest = 0
     if HAS_WINDOW:
         oldest = oldest_key(length, window, CHUNKED)
@@ -279,7 +257,7 @@ def merge_splits(
     """Merge the splits of one query head in order; a query without keys gets zeros."""
     head = tl.program_id(0)
     row = tl.program_id(1)
-    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
+    token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     if not BY_TOKEN:
         if tl.load(cu_query_lens + seq + 1) - token != 1:
             if PDL:

@@ -20,6 +20,7 @@ from .attention_decode import exponents, oldest_key
 from .e4m3 import widen_e4m3, widen_int8
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
+from .sequences import sequence_of
 
 
 @triton.jit
@@ -171,22 +172,16 @@ def prefill(
     q_head = first_head + head
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: start with them
     wait_for_previous(PDL)
-    low = 0
-    high = num_seqs
-    for _ in range(STEPS):  # binary search: sequence s owns tiles from cu_query_lens[s] // TOKENS + s on
-        middle = (low + high) // 2
-        later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
-        low = tl.where(later, low, middle)
-        high = tl.where(later, middle, high)
-    first = tl.load(cu_query_lens + low)
-    num_queries = tl.load(cu_query_lens + low + 1) - first
-    lead = (tile - (first // TOKENS + low)) * TOKENS
+    seq = sequence_of(tile, cu_query_lens, num_seqs, TOKENS, STEPS)
+    first = tl.load(cu_query_lens + seq)
+    num_queries = tl.load(cu_query_lens + seq + 1) - first
+    lead = (tile - (first // TOKENS + seq)) * TOKENS
     if lead >= num_queries:
         return
     if not SINGLES:
         if num_queries == 1:
             return
-    length = tl.load(seq_lens + low)
+    length = tl.load(seq_lens + seq)
     start = length - num_queries + lead
     row = tl.arange(0, ROWS)
     token = row // GROUP
@@ -214,7 +209,7 @@ def prefill(
         scale *= 256.0
     if not HAS_SOFTCAP:
         scale *= 1.4426950408889634
-    table = block_table + low.to(tl.int64) * table_width
+    table = block_table + seq.to(tl.int64) * table_width
     oldest = 0
     if HAS_WINDOW:
         oldest = oldest_key(start + 1, window, CHUNKED)
