@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .e4m3 import widen_e4m3, widen_int8
+from .e4m3 import widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
 from .sequences import query_of
@@ -135,10 +135,7 @@ def decode_split(
             page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
             if EIGHT:
-                if FORMAT == "fp8":
-                    k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
-                else:
-                    k_even, k_odd = widen_int8(k_tile, operand, PTX)
+                k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
                 scores = tl.dot(k_even, q_even)
                 scores = tl.dot(k_odd, q_odd, scores)
             else:
@@ -163,10 +160,7 @@ def decode_split(
                 norm = norm * shrink + weights
             weights = weights.to(operand)
             if EIGHT:
-                if FORMAT == "fp8":
-                    v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
-                else:
-                    v_even, v_odd = widen_int8(v_tile, operand, PTX)
+                v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
                 acc = tl.dot(v_even, weights, acc * shrink)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
             else:

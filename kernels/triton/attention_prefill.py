@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .attention_decode import exponents, oldest_key
-from .e4m3 import widen_e4m3, widen_int8
+from .e4m3 import widen_e4m3, widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
 from .sequences import sequence_of
@@ -67,10 +67,7 @@ def _attend(
         page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
         if EIGHT:
-            if FORMAT == "fp8":
-                k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
-            else:
-                k_even, k_odd = widen_int8(k_tile, operand, PTX)
+            k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
             scores = tl.dot(q_even, tl.trans(k_even))
             scores = tl.dot(q_odd, tl.trans(k_odd), scores)
         else:
@@ -97,10 +94,7 @@ def _attend(
         norm = norm * shrink + tl.sum(weights, 1)
         weights = weights.to(operand)
         if EIGHT:
-            if FORMAT == "fp8":
-                v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
-            else:
-                v_even, v_odd = widen_int8(v_tile, operand, PTX)
+            v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
             if SCALES == "token":  # apply the scale in float16, the type of the widened codes
                 if FORMAT == "int8":
                     v_even, v_odd = v_even * 0.0078125, v_odd * 0.0078125
