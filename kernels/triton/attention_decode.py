@@ -23,6 +23,18 @@ from .sequences import query_of
 
 
 @triton.jit
+def score_scale(scale, k_scales, SCALES: tl.constexpr, FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """The factor of q · k with k as widened (`e4m3.py`), except scales per token; without a soft-cap with log2(e)."""
+    if SCALES == "layer":
+        scale *= tl.load(k_scales)
+    if FORMAT == "fp8":
+        scale *= 256.0
+    if not HAS_SOFTCAP:
+        scale *= 1.4426950408889634
+    return scale
+
+
+@triton.jit
 def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores -> base-2 exponents for the softmax; without a soft-cap the scale already includes log2(e)."""
     if HAS_SOFTCAP:
@@ -100,12 +112,7 @@ def decode_split(
             q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 0)
         q_odd = q_odd.to(operand)
     q_even = q_even.to(operand)
-    if SCALES == "layer":
-        scale *= tl.load(k_scales)
-    if FORMAT == "fp8":
-        scale *= 256.0
-    if not HAS_SOFTCAP:
-        scale *= 1.4426950408889634
+    scale = score_scale(scale, k_scales, SCALES, FORMAT, HAS_SOFTCAP)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         begin = (oldest // size + place) * size
         end = tl.minimum(begin + size, length)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_decode import exponents, oldest_key
+from .attention_decode import exponents, oldest_key, score_scale
 from .e4m3 import widen_e4m3, widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
@@ -197,12 +197,7 @@ def prefill(
     q_even, q_odd = q_even.to(operand), q_odd.to(operand)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
-    if SCALES == "layer":
-        scale *= tl.load(k_scales)
-    if FORMAT == "fp8":
-        scale *= 256.0
-    if not HAS_SOFTCAP:
-        scale *= 1.4426950408889634
+    scale = score_scale(scale, k_scales, SCALES, FORMAT, HAS_SOFTCAP)
     table = block_table + seq.to(tl.int64) * table_width
     oldest = 0
     if HAS_WINDOW:
