@@ -33,8 +33,12 @@ MODEL = "smollm2"
 
 def seconds_to_first_token(model: str) -> float:
     """Time from the command to the first byte of its answer, with a warm page cache."""
+    return first_byte_s([*LOCALLLM, "run", model, "--temp", "0", "--max-tokens", "8", "What is the capital of France?"])
+
+
+def first_byte_s(command: list[str]) -> float:
+    """Seconds from the start of a command to its first byte of output; waits for its end."""
     started = time.monotonic()
-    command = [*LOCALLLM, "run", model, "--temp", "0", "--max-tokens", "8", "What is the capital of France?"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         process.stdout.read(1)

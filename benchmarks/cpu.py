@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import synthetic
+from basics import first_byte_s
 from gguf import GGUFReader
 from plot import line_chart
 
@@ -359,18 +360,8 @@ def sizes(bench: Bench) -> None:
 def start(bench: Bench) -> None:
     """Measure seconds from the command to the first byte of its answer, with a warm page cache."""
     command = [str(Path(sys.executable).with_name("localllm")), "run", "smollm2", "--max-tokens", "4", "hi"]
-
-    def first_byte(_: int) -> float:
-        started = time.monotonic()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            elapsed = time.monotonic() - started
-            process.stdout.read()
-        return elapsed
-
-    first_byte(0)
-    bench.row("smollm2 first token s", [("localllm", first_byte)], bench.turns(7))
+    first_byte_s(command)
+    bench.row("smollm2 first token s", [("localllm", lambda _: first_byte_s(command))], bench.turns(7))
 
 
 def hogged(bench: Bench) -> None:

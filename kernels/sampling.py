@@ -14,6 +14,7 @@ Typical-p, DRY and XTC are not supported here; the engine's eager sampler handle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,9 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     log_sum: Tensor
     status: Tensor
+
+
+SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 
 
 def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled:

@@ -25,7 +25,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # the hint for a damaged file where the model's name is not known
@@ -198,3 +198,15 @@ class Aborted(LocalLLMError):
     """Stopped by the user."""
 
     exit_code, number, status, kind, api_code = 130, 1, 499, "invalid_request_error", None
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word that was probably meant; "" when none is close."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, known, 1, cutoff)), "")
+
+
+def did_you_mean(near: str) -> str:
+    """The end of a message about an unknown name; `near` is the one that was probably meant, or ""."""
+    return f"; did you mean {near}?" if near else ""

@@ -62,6 +62,16 @@ def clean_line(text: str) -> str:
     return " ".join(clean(text).split())
 
 
+def escaped(text: str) -> str:
+    """`text` with characters that cannot be printed, line breaks among them, as escapes (`\\n`, `\\x1b`)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def spaced(text: str) -> str:
+    """`text` on one line, with characters that cannot be printed as spaces, and no two spaces in a row."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 def json_safe(text: str) -> str:
     """Escape C1 and bidi controls in JSON text (`json.dumps` has already escaped C0 controls)."""
     return _JSON_ESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from textual.binding import Binding
 from textual.keys import format_key
 
+from localllm.errors import nearest
 from localllm.paths import toml_beside
 
 
@@ -33,8 +33,8 @@ class Keymap:
         self.own = {**(VIM if style == "vim" else {}), **(own or {})}
         self.problems = []
         for name in (name for name in self.own if name not in KEYS):
-            near = get_close_matches(name, list(KEYS), 1)
-            meant = f"did you mean {near[0]}?" if near else "`localllm chat --list-keys` lists them"
+            near = nearest(name, KEYS)
+            meant = f"did you mean {near}?" if near else "`localllm chat --list-keys` lists them"
             self.problems.append(f"[keys] {name!r} is not a key binding; {meant}")
         self.own = {name: keys for name, keys in self.own.items() if name in KEYS and keys.strip()}
 

@@ -132,41 +132,53 @@ INLINE int64_t super_at(int form, int b) { return form == X_SUPER_TILES ? b / 2 
 INLINE vi cross_sums(vi sum, vi pairs) { return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_srli_epi64((__m512i)pairs, 32)); }
 #endif
 
-INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+/* The scale of `count` inputs whose largest code is `most`, and its inverse. */
+typedef struct { float scale, inverse; } input_scale;
+INLINE input_scale scale_of(const float *x, int count, float most)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
-    for (int i = 0; i < BLOCK; i += VW) {
+    for (int i = 0; i < count; i += VW) {
         vi a = (vi)vf_load(x + i) & 0x7fffffff;
         top = vf_max((vf)a, top);
         bad |= a > 0x7f7fffff; /* infinity or NaN */
     }
     const float peak = vf_hmax(top);
-    float scale = peak / x_max(form), inverse = x_max(form) / peak;
-    if (!(peak > 1e-30f)) scale = inverse = 0.0f;
-    if (vi_sum(bad)) { /* make all results NaN */
-        scale = f32_bits(0x7fc00000);
-        inverse = 0.0f;
-    }
-    int32_t q[BLOCK], sums[2];
+    input_scale by = {peak / most, most / peak};
+    if (!(peak > 1e-30f)) by = (input_scale){0.0f, 0.0f};
+    if (vi_sum(bad)) by = (input_scale){f32_bits(0x7fc00000), 0.0f}; /* make all results NaN */
+    return by;
+}
+
+/* Codes of a block, and the sums of its halves. */
+INLINE void round_block(const float *x, float inverse, int32_t *q, int32_t *sums)
+{
+    const vi some = vi_set1(inverse == 0.0f ? 0 : -1);
     for (int h = 0; h < 2; h++) {
         vi total = vi_set1(0);
         for (int i = 16 * h; i < 16 * h + 16; i += VW) {
-            vi n = vi_round(vf_select(vi_set1(inverse == 0.0f ? 0 : -1), vf_load(x + i), vf_set1(0.0f)) * vf_set1(inverse));
+            const vi n = vi_round(vf_select(some, vf_load(x + i), vf_set1(0.0f)) * vf_set1(inverse));
             vi_store(q + i, n);
             total += n;
         }
         sums[h] = vi_sum(total);
     }
+}
+
+INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+{
+    const input_scale by = scale_of(x, BLOCK, x_max(form));
+    int32_t q[BLOCK], sums[2];
+    round_block(x, by.inverse, q, sums);
     if (form == X_BYTES)
         for (int i = 0; i < BLOCK; i++) planes[i] = (uint8_t)q[i];
     else if (form == X_DIGITS) digit_block(q, planes, halves);
     else if (form == X_PAIRS) pair_block(q, planes);
     else plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
-    meta->scale = scale;
+    meta->scale = by.scale;
     for (int h = 0; h < 2; h++)
-        if (has_min) meta->sums[h] = scale * (float)sums[h];
+        if (has_min) meta->sums[h] = by.scale * (float)sums[h];
         else meta->start[h] = -zero * sums[h];
 #if WINOGRAD
     if (ll_amd && form == X_PAIRS) meta->ints[CROSS] = -vi_sum(cross_sums(vi_set1(0), vi_load(planes)));
@@ -197,33 +209,14 @@ INLINE void tell_super(float scale, int32_t sums[SUPER / 16], xblock *meta, int 
 /* `quantize_block` for 256 inputs that share a scale; any vector width, handles infinity and NaN. */
 static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
-    vf top = vf_set1(0.0f);
-    vi bad = vi_set1(0);
-    for (int i = 0; i < SUPER; i += VW) {
-        vi a = (vi)vf_load(x + i) & 0x7fffffff;
-        top = vf_max((vf)a, top);
-        bad |= a > 0x7f7fffff;
-    }
-    const float peak = vf_hmax(top);
-    float scale = peak / X_MAX_SUPER, inverse = X_MAX_SUPER / peak;
-    if (!(peak > 1e-30f)) scale = inverse = 0.0f;
-    if (vi_sum(bad)) scale = f32_bits(0x7fc00000), inverse = 0.0f;
-    const vi some = vi_set1(inverse == 0.0f ? 0 : -1);
+    const input_scale by = scale_of(x, SUPER, X_MAX_SUPER);
     int32_t sums[SUPER / 16];
     for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK) {
         int32_t q[BLOCK];
-        for (int h = 0; h < 2; h++) {
-            vi total = vi_set1(0);
-            for (int i = 16 * h; i < 16 * h + 16; i += VW) {
-                const vi n = vi_round(vf_select(some, vf_load(x + i), vf_set1(0.0f)) * vf_set1(inverse));
-                vi_store(q + i, n);
-                total += n;
-            }
-            sums[2 * b + h] = vi_sum(total);
-        }
+        round_block(x, by.inverse, q, sums + 2 * b);
         (form == X_SUPER_TILES ? super_digits : x_is_super_pairs(form) ? pair_block : plane_block)(q, planes + super_at(form, b));
     }
-    tell_super(scale, sums, meta, form, halves, has_min, zero);
+    tell_super(by.scale, sums, meta, form, halves, has_min, zero);
 }
 
 #define MANY_BLOCKS 16 /* blocks whose maxima and sums are computed together */

@@ -26,7 +26,7 @@ from .attention_tiles import (
     splits_of,
 )
 from .hadamard import run_length
-from .launch import card_of, has_ptx, interpreting, launch, power_of_2
+from .launch import card_of, counters, has_ptx, interpreting, launch, power_of_2
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
 # maximum size of partial split results when the queries of a long chunk run one by one, and of widened pages
@@ -160,10 +160,11 @@ class _Step:
         merging: dict[str, Any] = {"PADDED": padded, "PLACES": most_places, "HAS_SINKS": self.sinks is not None}
         eight, heads = self.format in SCALED_FORMATS, power_of_2(group)
         merges = eight and group <= MERGED_GROUP and count * self.kv_heads <= COUNTERS
+        zeros = counters(self.q.device, COUNTERS)
         launch(
             attention_decode.decode_split,
             (side_by_side(self.places, count, self.kv_heads, self.num_sms), self.kv_heads, count),
-            *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms, sinks, _counters(self.q.device)),
+            *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms, sinks, zeros),
             self.out,
             *self.numbers,
             *(first, self.places),
@@ -251,12 +252,6 @@ class _Step:
             num_stages=tile.num_stages,
             **shared,
         )
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every kernel resets to zero: one buffer per GPU, whose kernels all run on one stream."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=4)

@@ -16,9 +16,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .e4m3 import widen_e4m3, widen_int8
+from .e4m3 import widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
+from .sequences import query_of
+
+
+@triton.jit
+def score_scale(scale, k_scales, SCALES: tl.constexpr, FORMAT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """The factor of q · k with k as widened (`e4m3.py`), except scales per token; without a soft-cap with log2(e)."""
+    if SCALES == "layer":
+        scale *= tl.load(k_scales)
+    if FORMAT == "fp8":
+        scale *= 256.0
+    if not HAS_SOFTCAP:
+        scale *= 1.4426950408889634
+    return scale
 
 
 @triton.jit
@@ -28,29 +41,6 @@ def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
         power = tl.minimum(scores * (2.885390081777927 / softcap), 126.0)
         scores = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
     return scores
-
-
-@triton.jit
-def _query_of(
-    row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
-    """(token, sequence, visible keys without a window) of a row: a token, or a sequence (0 keys if several queries)."""
-    if BY_TOKEN:
-        token = first_token + row
-        low = 0
-        high = num_seqs
-        for _ in range(STEPS):  # binary search for the last sequence that starts at or before the token
-            middle = (low + high) // 2
-            later = tl.load(cu_query_lens + middle) > token
-            low = tl.where(later, low, middle)
-            high = tl.where(later, middle, high)
-        length = tl.load(seq_lens + low) - (tl.load(cu_query_lens + low + 1) - token) + 1
-    else:
-        low = row
-        token = tl.load(cu_query_lens + low)
-        single = tl.load(cu_query_lens + low + 1) - token == 1
-        length = tl.where(single, tl.load(seq_lens + low), 0)
-    return token, low, length
 
 
 @triton.jit
@@ -91,7 +81,7 @@ def decode_split(
     row = tl.program_id(2)
     if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
+    token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     oldest = 0
     if HAS_WINDOW:
         oldest = oldest_key(length, window, CHUNKED)
@@ -122,12 +112,7 @@ def decode_split(
             q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 0)
         q_odd = q_odd.to(operand)
     q_even = q_even.to(operand)
-    if SCALES == "layer":
-        scale *= tl.load(k_scales)
-    if FORMAT == "fp8":
-        scale *= 256.0
-    if not HAS_SOFTCAP:
-        scale *= 1.4426950408889634
+    scale = score_scale(scale, k_scales, SCALES, FORMAT, HAS_SOFTCAP)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         begin = (oldest // size + place) * size
         end = tl.minimum(begin + size, length)
@@ -157,10 +142,7 @@ def decode_split(
             page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
             if EIGHT:
-                if FORMAT == "fp8":
-                    k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
-                else:
-                    k_even, k_odd = widen_int8(k_tile, operand, PTX)
+                k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
                 scores = tl.dot(k_even, q_even)
                 scores = tl.dot(k_odd, q_odd, scores)
             else:
@@ -185,10 +167,7 @@ def decode_split(
                 norm = norm * shrink + weights
             weights = weights.to(operand)
             if EIGHT:
-                if FORMAT == "fp8":
-                    v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
-                else:
-                    v_even, v_odd = widen_int8(v_tile, operand, PTX)
+                v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
                 acc = tl.dot(v_even, weights, acc * shrink)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
             else:
@@ -279,7 +258,7 @@ def merge_splits(
     """Merge the splits of one query head in order; a query without keys gets zeros."""
     head = tl.program_id(0)
     row = tl.program_id(1)
-    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
+    token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     if not BY_TOKEN:
         if tl.load(cu_query_lens + seq + 1) - token != 1:
             if PDL:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_decode import exponents, oldest_key
-from .e4m3 import widen_e4m3, widen_int8
+from .attention_decode import exponents, oldest_key, score_scale
+from .e4m3 import widen_e4m3, widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
+from .sequences import sequence_of
 
 
 @triton.jit
@@ -66,10 +67,7 @@ def _attend(
         page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
         if EIGHT:
-            if FORMAT == "fp8":
-                k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
-            else:
-                k_even, k_odd = widen_int8(k_tile, operand, PTX)
+            k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
             scores = tl.dot(q_even, tl.trans(k_even))
             scores = tl.dot(q_odd, tl.trans(k_odd), scores)
         else:
@@ -96,10 +94,7 @@ def _attend(
         norm = norm * shrink + tl.sum(weights, 1)
         weights = weights.to(operand)
         if EIGHT:
-            if FORMAT == "fp8":
-                v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
-            else:
-                v_even, v_odd = widen_int8(v_tile, operand, PTX)
+            v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
             if SCALES == "token":  # apply the scale in float16, the type of the widened codes
                 if FORMAT == "int8":
                     v_even, v_odd = v_even * 0.0078125, v_odd * 0.0078125
@@ -171,22 +166,16 @@ def prefill(
     q_head = first_head + head
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: start with them
     wait_for_previous(PDL)
-    low = 0
-    high = num_seqs
-    for _ in range(STEPS):  # binary search: sequence s owns tiles from cu_query_lens[s] // TOKENS + s on
-        middle = (low + high) // 2
-        later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
-        low = tl.where(later, low, middle)
-        high = tl.where(later, middle, high)
-    first = tl.load(cu_query_lens + low)
-    num_queries = tl.load(cu_query_lens + low + 1) - first
-    lead = (tile - (first // TOKENS + low)) * TOKENS
+    seq = sequence_of(tile, cu_query_lens, num_seqs, TOKENS, STEPS)
+    first = tl.load(cu_query_lens + seq)
+    num_queries = tl.load(cu_query_lens + seq + 1) - first
+    lead = (tile - (first // TOKENS + seq)) * TOKENS
     if lead >= num_queries:
         return
     if not SINGLES:
         if num_queries == 1:
             return
-    length = tl.load(seq_lens + low)
+    length = tl.load(seq_lens + seq)
     start = length - num_queries + lead
     row = tl.arange(0, ROWS)
     token = row // GROUP
@@ -208,13 +197,8 @@ def prefill(
     q_even, q_odd = q_even.to(operand), q_odd.to(operand)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
-    if SCALES == "layer":
-        scale *= tl.load(k_scales)
-    if FORMAT == "fp8":
-        scale *= 256.0
-    if not HAS_SOFTCAP:
-        scale *= 1.4426950408889634
-    table = block_table + low.to(tl.int64) * table_width
+    scale = score_scale(scale, k_scales, SCALES, FORMAT, HAS_SOFTCAP)
+    table = block_table + seq.to(tl.int64) * table_width
     oldest = 0
     if HAS_WINDOW:
         oldest = oldest_key(start + 1, window, CHUNKED)

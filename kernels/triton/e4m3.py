@@ -70,6 +70,16 @@ def widen_int8(pairs, operand: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def widen_pairs(pairs, FORMAT: tl.constexpr, operand: tl.constexpr, PTX: tl.constexpr):
+    """`widen_e4m3` or `widen_int8`, by the format of the pages."""
+    if FORMAT == "fp8":
+        even, odd = widen_e4m3(pairs, operand, PTX)
+    else:
+        even, odd = widen_int8(pairs, operand, PTX)
+    return even, odd
+
+
+@triton.jit
 def round_even(x):
     """Round |x| < 2^22 to the nearest integer, ties to even, as float32."""
     return (x + 12582912.0) - 12582912.0

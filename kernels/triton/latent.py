@@ -21,9 +21,10 @@ from ..kv_codes import hadamard
 from ..kv_pages import SCALED_FORMATS, KVPages
 from ..layer_weights import LatentWeights, View
 from .attention import MERGED, PART_BYTES
-from .attention_decode import _query_of, _split_tokens, merge_splits
+from .attention_decode import _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
 from .launch import card_of, interpreting, launch, power_of_2
+from .sequences import query_of
 
 ROTATING = 6  # extra float32 latents of memory per query head that the Hadamard rotation for int8 needs
 ROWS, NARROW_ROWS = 32, 16  # most query heads per program; NARROW: with 8-bit pages, whose widened codes take registers
@@ -57,7 +58,7 @@ def split_latents(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, True, STEPS)
+    token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, True, STEPS)
     size = _split_tokens(length, FIRST, SPLITS)
     count = (length + size - 1) // size
     table = block_table + seq.to(tl.int64) * table_width

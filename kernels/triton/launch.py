@@ -55,6 +55,12 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+@cache
+def counters(device: torch.device, size: int) -> torch.Tensor:
+    """int32 zeros, reset to zero by every kernel: one buffer per GPU and size, whose kernels all run on one stream."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
 def has_ptx(device: torch.device) -> bool:
     """Whether kernels on this device may contain inline PTX."""
     return not interpreting() and card_of(device).capability < AMD

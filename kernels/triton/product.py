@@ -23,7 +23,7 @@ from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
 from .digits import digits
-from .launch import card_of, has_ptx, interpreting, launch
+from .launch import card_of, counters, has_ptx, interpreting, launch
 from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, few_rows, few_tiles, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
@@ -241,7 +241,7 @@ def launch_gemm(
     partial_sums, counter = x, p.low
     if split > 1:
         partial_sums = torch.empty(grid[0] * grid[1] * split * rows * tokens, dtype=torch.float32, device=x.device)
-        counter = _counters(x.device)
+        counter = counters(x.device, COUNTERS)
         if grid[0] * grid[1] > COUNTERS:
             raise ValueError(f"a split product has {grid[0] * grid[1]} tiles; at most {COUNTERS} are supported")
     launch(
@@ -275,12 +275,6 @@ def launch_gemm(
 
 
 COUNTERS = 4096  # maximum number of output tiles of a split product
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every kernel resets to zero: one buffer per GPU, so split products must share a stream."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch, power_of_2, wait_for_previous
+from .sequences import sequence_of
 
 TOKENS, CHANNELS = (
     16,
@@ -43,21 +44,15 @@ def _convolve(
     """Convolve TOKENS tokens of one sequence, BLOCK of NUM channels; its first tile also updates the state."""
     wait_for_previous(PDL)
     tile = tl.program_id(1)
-    low = tile if TOKENS == 1 else 0
-    high = num_seqs
-    for _ in range(STEPS):  # binary search for the last sequence whose tiles start at or before this one
-        middle = (low + high) // 2
-        later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
-        low = tl.where(later, low, middle)
-        high = tl.where(later, middle, high)
-    first = tl.load(cu_query_lens + low)
-    end = tl.load(cu_query_lens + low + 1)
-    start = first if TOKENS == 1 else first + (tile - (first // TOKENS + low)) * TOKENS
+    seq = tile if TOKENS == 1 else sequence_of(tile, cu_query_lens, num_seqs, TOKENS, STEPS)
+    first = tl.load(cu_query_lens + seq)
+    end = tl.load(cu_query_lens + seq + 1)
+    start = first if TOKENS == 1 else first + (tile - (first // TOKENS + seq)) * TOKENS
     if start >= end:
         return
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = c < NUM
-    kept = state + tl.load(slots + low) * slot_stride + c.to(tl.int64) * (WIDTH - 1)
+    kept = state + tl.load(slots + seq) * slot_stride + c.to(tl.int64) * (WIDTH - 1)
     t = start + tl.arange(0, TOKENS)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):

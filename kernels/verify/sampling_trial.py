@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import sampling
-from ..sampling import Sampled, SamplingInputs, sample
+from ..sampling import SampleOp, SamplingInputs, sample
 from .cases import seeded
 from .trial import compare, first_error
 
-SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 GREEDY_ROWS = 4  # plain, biased, masked, penalized
 RANDOM = (  # temperature, top_p, min_p, top_k
     (0.7, 1.0, 0.0, 0),

@@ -18,12 +18,13 @@ from torch import Tensor
 from ..embedding import Embedding
 from ..layer_weights import HeadWeights, LayerCall
 from ..registry import OPS, Impl, LinearFacts, choose
+from ..sampling import SampleOp
 from ..segments import KernelTable
 from ..table import PLAIN, implementations, kernel_table
 from ..weight import Weight
 from .cases import ModelShapes
 from .records import Records
-from .sampling_trial import SampleOp, sampler_error
+from .sampling_trial import sampler_error
 from .trial import NoVerdict, SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error, unjudged
 
 OPTIONAL = ("zeros", "mins", "perm", "pre_scale")  # tensors of a `Weight`

@@ -11,6 +11,7 @@ from typing import Any
 
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.terminal import spaced
 
 CPU_S = 1.8  # CPU time per rendering; with a free core, an error appears within two seconds
 DEADLINE_S = 20.0  # wall time per rendering, for a busy machine
@@ -43,17 +44,14 @@ class RenderChild(Child):
         raise _error(str(answer.get("error")), clean(str(answer.get("message", ""))))
 
     def _ask(self, body: bytes) -> dict[str, Any]:
-        for _ in range(2):
-            try:
-                answer = json.loads(self.exchange(body, DEADLINE_S))
-                return answer if isinstance(answer, dict) else {}
-            except ChildDied as died:
-                if died.code == -signal.SIGPROF:
-                    return {"error": "limit", "message": f"over {CPU_S} s"}
-                # perhaps killed from outside: try once more with a new child
-            except ChildLate:
-                return {"error": "limit", "message": f"over {DEADLINE_S} s"}
-        return {"error": "limit", "message": "the renderer died"}
+        try:
+            answer = json.loads(self.insist(body, DEADLINE_S))
+            return answer if isinstance(answer, dict) else {}
+        except ChildDied as died:
+            why = f"over {CPU_S} s" if died.code == -signal.SIGPROF else "the renderer died"
+        except ChildLate:
+            why = f"over {DEADLINE_S} s"
+        return {"error": "limit", "message": why}
 
 
 @cache
@@ -66,8 +64,7 @@ def shared_child() -> RenderChild:
 
 def clean(text: str, limit: int = 300) -> str:
     """Make untrusted text safe for an error message: no escape sequences, one line, limited length."""
-    text = _ESCAPES.sub("", text[: 10 * limit])
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    text = spaced(_ESCAPES.sub("", text[: 10 * limit]))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
+from localllm.terminal import escaped
 
 E = TypeVar("E", bound=BadModelFile)
 
@@ -25,8 +26,7 @@ E = TypeVar("E", bound=BadModelFile)
 def shown(value: object, limit: int = 80) -> str:
     """Make text from a file safe to print: escape control characters and shorten long values."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    cut = text[:limit]
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
+    safe = escaped(text[:limit])
     return safe if len(text) <= limit else f"{safe}... ({len(text):,} characters)"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm import paths
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, did_you_mean
 
-from .keys import KEYS, TABLES, Key, SamplingConfig, did_you_mean, find_key, nearest
+from .keys import KEYS, TABLES, Key, SamplingConfig, find_key, nearest_key
 from .load import read_toml, settings_file
 
 
@@ -70,7 +70,7 @@ def _split(path: str) -> tuple[list[str], Key | None]:
         if (key := KEYS.get(f"sampling.{leaf}")) is None:
             known = {"system": None, "model": None} | dict.fromkeys(f.name for f in fields(SamplingConfig))
             raise ConfigError(
-                f"unknown setting {path!r}{did_you_mean(nearest(leaf, known))}",
+                f"unknown setting {path!r}{did_you_mean(nearest_key(leaf, known))}",
                 f"a preset can set {', '.join(known)}",
                 context={"key": path},
             )

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.request import RANGES, Range
 from localllm.testing import TEST_ONLY
 
@@ -94,7 +94,7 @@ class Key:
         try:
             return self.kind.parse(value)
         except (ValueError, TypeError, OverflowError):
-            meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
+            meant = nearest_key(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
             default = self.kind.show(self.default)
             where, hint = self.path, f"localllm config set {self.path} {default or 'VALUE'}"
@@ -353,7 +353,7 @@ def find_key(path: str) -> Key:
     """The key at a path. Raises ConfigError with the nearest name for an unknown one."""
     if path in KEYS:
         return KEYS[path]
-    near = nearest(path)
+    near = nearest_key(path)
     raise ConfigError(
         f"unknown setting {path!r}{did_you_mean(near)}",
         f"localllm config get {near}" if near else "localllm config list",
@@ -361,17 +361,10 @@ def find_key(path: str) -> Key:
     )
 
 
-def nearest(path: str, among: Mapping[str, Any] = KEYS) -> str:
+def nearest_key(path: str, among: Mapping[str, Any] = KEYS) -> str:
     """The name in `among` that was probably meant, or ""."""
-    from difflib import get_close_matches
-
     leaves = {p.rsplit(".", 1)[-1]: p for p in among}
     if path.rsplit(".", 1)[-1] in leaves:  # the right name in the wrong table
         return leaves[path.rsplit(".", 1)[-1]]
-    near = get_close_matches(path, list(among), 1, 0.8) or get_close_matches(path, list(leaves), 1, 0.75)
-    return leaves.get(near[0], near[0]) if near else ""
-
-
-def did_you_mean(near: str) -> str:
-    """The end of a message about an unknown name."""
-    return f"; did you mean {near}?" if near else ""
+    near = nearest(path, among, 0.8) or nearest(path, leaves, 0.75)
+    return leaves.get(near, near)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, did_you_mean
 from localllm.paths import config_file, read_small
 
 from .keys import (
@@ -21,10 +21,9 @@ from .keys import (
     Preset,
     SamplingConfig,
     UserConfig,
-    did_you_mean,
     environment,
     find_key,
-    nearest,
+    nearest_key,
 )
 
 MAX_FILE_BYTES = 1 << 20
@@ -138,14 +137,14 @@ class _Loading:
             if name in by_env:
                 self.put(by_env[name].path, by_env[name].parse(text, name), f"env {name}")
             elif name.startswith("LOCALLLM_") and name not in ENVIRONMENT:
-                self.unknown.append(f"unknown variable {name}{did_you_mean(nearest(name, environment()))}")
+                self.unknown.append(f"unknown variable {name}{did_you_mean(nearest_key(name, environment()))}")
         hub_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
         if hub_offline and "LOCALLLM_OFFLINE" not in environ:
             self.put("offline", True, "env HF_HUB_OFFLINE")
 
     def _take(self, path: str, value: Any, origin: str) -> None:
         if path not in KEYS:
-            self.unknown.append(f"{origin[5:]}: unknown key {path}{did_you_mean(nearest(path))}")
+            self.unknown.append(f"{origin[5:]}: unknown key {path}{did_you_mean(nearest_key(path))}")
             return
         try:
             self.put(path, KEYS[path].parse(value, origin), origin)

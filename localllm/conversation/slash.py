@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.paths import toml_beside
 
 
@@ -44,13 +44,11 @@ def understand(line: str) -> Typed:
     word, _, rest = text[1:].partition(" ")
     name = ALIASES.get(word.lower(), word.lower())
     if name not in {slash.name for slash in SLASHES}:
-        from difflib import get_close_matches
-
         names = [slash.name for slash in SLASHES]
-        near = get_close_matches(name, names, 1, 0.5) or [n for n in names if word and n.startswith(word[0].lower())]
-        meant = f"; did you mean /{near[0]}?" if near else ""
+        near = nearest(name, names, 0.5) or next((n for n in names if word and n.startswith(word[0].lower())), "")
         raise ConfigError(
-            f"unknown command /{word}{meant}", f"/help lists the commands; //{word} sends it as a message"
+            f"unknown command /{word}{did_you_mean(near and f'/{near}')}",
+            f"/help lists the commands; //{word} sends it as a message",
         )
     return Typed(rest.strip(), name)
 

@@ -10,11 +10,10 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from localllm._version import __version__
-from localllm.errors import ConfigError, LocalLLMError
+from localllm.errors import ConfigError, LocalLLMError, did_you_mean, nearest
 from localllm.interface import Check
 from localllm.terminal import counted
 
@@ -79,10 +78,8 @@ def wanted(only: Collection[str] = ()) -> list[str]:
         if name in MEASURED:
             raise ConfigError(f"{name} is a measurement, which needs --deep", f"localllm doctor --deep --only {name}")
         if name not in CHECKS and not any(check_id.startswith(f"{name}.") for check_id in CHECKS):
-            near = get_close_matches(name, CHECKS, 1)
-            raise ConfigError(
-                f"unknown check {name!r}" + (f"; did you mean {near[0]}?" if near else ""), "localllm doctor --list"
-            )
+            meant = did_you_mean(nearest(name, CHECKS))
+            raise ConfigError(f"unknown check {name!r}{meant}", "localllm doctor --list")
     groups = tuple(f"{name}." for name in only if name not in CHECKS)
     return [i for i in CHECKS if not only or i in only or i.startswith(groups)]
 

@@ -11,12 +11,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from localllm.device import GpuFacts
-from localllm.errors import ConfigError, DeviceError, DoesNotFit, UnsupportedFormat
+from localllm.errors import ConfigError, DeviceError, DoesNotFit, UnsupportedFormat, nearest
 from localllm.hub import catalog
 from localllm.paths import toml_beside
 from localllm.terminal import gib
@@ -220,8 +219,8 @@ def _engine(engine: str, survey: Survey) -> dict[str, Any]:
     engines = {name: one for one in _data()["engine"] for name in (one["name"], *one.get("aliases", ()))}
     found = engines.get(engine.casefold())
     if found is None:
-        near = get_close_matches(engine.casefold(), engines, 1)
-        meant = engines[near[0]]["name"] if near else "vllm"
+        near = nearest(engine.casefold(), engines)
+        meant = engines[near]["name"] if near else "vllm"
         known = f"did you mean {meant}?" if near else f"supported: {', '.join(engine_names())}"
         raise ConfigError(f"unknown engine {engine!r}; {known}", f"localllm doctor --for {meant}")
     best = max(survey.machine.gpus, key=lambda gpu: gpu.total_bytes, default=None)

@@ -28,6 +28,7 @@ from localllm.kernels.sampling import (
     TOP_K,
     TOP_P,
     Sampled,
+    SampleOp,
     SamplingInputs,
     top_logprobs,
 )
@@ -39,7 +40,6 @@ from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
 from .sampler import banned_stops, counts_tokens, sample_row, token_logprob
 from .sequence import Sequence
 
-SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 NUMBERS = attrgetter("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 IDLE_NUMBERS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)  # for padding rows: greedy, no token counts

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from localllm.request import Request, SamplingParams
+from localllm.request import CATCH_UP, Request, SamplingParams
 
 from .pages import Pages, Slots
 from .runner import Runner
 from .scheduler import Scheduled, Step
 from .sequence import Sequence, SequenceState
 
-CATCH_UP = 512  # most tokens per step for sequences that are behind
 QUIET = SamplingParams(temperature=0)
 
 

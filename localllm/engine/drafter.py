@@ -10,9 +10,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from localllm.request import MOST_DRAFTS
+
 from .sequence import Sequence
 
-MOST_DRAFTS = 32  # most draft tokens per step, over all sequences
 LONGEST_MATCH = 32  # tokens; a longer match is no better evidence
 
 

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
-from .drafter import MOST_DRAFTS
+from localllm.request import MOST_DRAFTS
+
 from .invariant import violated
 from .pages import PageCopy, Pages, SlotCopy
 from .sequence import Sequence, SequenceState

@@ -19,6 +19,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from localllm.request import CROWD
+
 from .drafter import Drafter, Guess, PaidDrafter
 from .scheduler import Step
 from .sequence import Sequence
@@ -30,9 +32,6 @@ EVIDENCE = (3, 4, 6, 9, 17)  # lower bounds of the evidence classes
 EXPECTED = (0.25, 0.4, 0.55, 0.7, 0.85, 0.93)  # prior acceptance rate per evidence class
 # the same for paid drafters, whose classes are distances from the last known token
 EXPECTED_PAID = (0.6,) * len(EXPECTED)
-# From this many sequences in a step on, nothing is drafted, because rows are expensive then: eight streams of smollm2
-# on two cores were 9 % slower with drafts that were expected to pay off.
-CROWD = 8
 TRUST = 4.0  # weight of the prior for a new sequence, in tokens
 FORGET = 64.0  # tokens per class after which older observations are halved
 LEAST_CHANCE = 0.05  # draft tokens less likely to be accepted are not considered

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.chat.tools.calls import fixed_values, is_text, properties_of, resolved, tool_function
+from localllm.chat.tools.calls import PYTHON_WORDS, fixed_values, is_text, properties_of, resolved, tool_function
 from localllm.chat.tools.formats import TYPES, ToolFormat
 
 from .compiler import Words
@@ -23,7 +23,6 @@ MAX_NESTING = 8  # of schemas in Gemma's notation; deeper values are unconstrain
 MAX_RULES = 500
 _SCALARS = ("integer", "number", "boolean", "null")
 _SIZES = frozenset(["minItems", "maxItems"])
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _PLACEHOLDER = "\0"  # placeholder for what the model chooses: the index of a call, the type of a value
 
 
@@ -183,7 +182,7 @@ class _CallRules:
         kind = resolved(schema, self._root).get("type")
         words = {"boolean": ("True", "False"), "null": ("None",)}.get(kind if isinstance(kind, str) else "", ())
         if words and not fixed_values(schema):
-            return "(" + " | ".join(quoted(form) for word in words for form in (word, _JSON_WORDS[word])) + ")"
+            return "(" + " | ".join(quoted(form) for word in words for form in (word, PYTHON_WORDS[word])) + ")"
         return self._json(self._standalone(schema))
 
     # --- nested tags -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import re
-import signal
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import InvalidConstraint
 from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.terminal import spaced
 from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_WALL_S, parser_limits
@@ -44,9 +44,6 @@ BREATH_S = 0.02  # enough for a server's event loop to answer the requests of ha
 _FILLERS = re.compile(
     rb"<unused\d+>|\[PAD\d+\]|<\|?reserved_(special_token_)?\d+\|?>|<\|?extra_id_\d+\|?>|\[control_\d+\]"
 )
-# signals that end a child when a grammar exhausts its stack, memory or time
-_OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
-_SPACES = re.compile(r"\s+")
 _QUOTED_CHARS = 200
 
 
@@ -238,26 +235,21 @@ def shared_child() -> Child:
 def _check(source: Source) -> tuple[str, int]:
     """Try a source in the child. Returns (the grammar for llguidance, its size in bytes)."""
     body = json.dumps({"kind": source.kind, "text": source.text, "options": dict(source.options)}).encode()
-    limits = f"{CHECK_CPU_S} s, {CHECK_MEMORY_BYTES >> 20} MiB"
-    for attempt in range(2):
-        try:
-            answer: dict[str, Any] = json.loads(shared_child().exchange(body, CHECK_WALL_S))
-        except ChildLate:
-            raise _Rejected(f"it is too complex: checking it takes over {CHECK_WALL_S} s") from None
-        except ChildDied as died:
-            if -died.code in _OWN_SIGNALS or attempt:  # else killed from outside: retry with a new child
-                raise _Rejected(f"it is too complex: it exceeds its limits ({limits})") from None
-            continue
-        if "error" in answer:
-            raise _Rejected(str(answer["error"]))
-        return str(answer["grammar"]), max(int(answer["bytes"]), 0)
-    raise AssertionError("unreachable")
+    try:
+        answer: dict[str, Any] = json.loads(shared_child().insist(body, CHECK_WALL_S))
+    except ChildLate:
+        raise _Rejected(f"it is too complex: checking it takes over {CHECK_WALL_S} s") from None
+    except ChildDied:
+        limits = f"{CHECK_CPU_S} s, {CHECK_MEMORY_BYTES >> 20} MiB"
+        raise _Rejected(f"it is too complex: it exceeds its limits ({limits})") from None
+    if "error" in answer:
+        raise _Rejected(str(answer["error"]))
+    return str(answer["grammar"]), max(int(answer["bytes"]), 0)
 
 
 def _error(source: Source, why: str) -> InvalidConstraint:
     what = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "list of choices or tools"}
-    why = "".join(c if c.isprintable() else " " for c in re.split("<state>|<backtrace>|<non-verbose", why)[0])
-    why = _SPACES.sub(" ", why).strip()[:_QUOTED_CHARS]
+    why = spaced(re.split("<state>|<backtrace>|<non-verbose", why)[0])[:_QUOTED_CHARS]
     error = InvalidConstraint(
         f"the {what.get(source.kind, 'grammar')} cannot be enforced: {why}",
         "leave out the part named in the message, or simplify it",

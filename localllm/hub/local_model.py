@@ -15,7 +15,8 @@ from .selection import GgufSet, gguf_sets, safetensors_names
 if TYPE_CHECKING:
     from localllm.models.architectures import ModelFacts
 
-QUANTIZED = "localllm-quantize.json"  # `localllm quantize` writes this file next to the weights
+# `localllm quantize` writes this file next to the weights, with their source and errors
+QUANTIZED = "localllm-quantize.json"
 
 Source = Literal["hub", "index", "folder", "ollama", "lmstudio", "llama.cpp", "hf"]
 # display names; models that other programs keep are never changed

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from localllm.errors import BadModelFile, DownloadError, InvalidRequest
+from localllm.terminal import escaped
 
 MAX_FILES = 20_000  # files per repository; real ones have at most a few hundred
 
@@ -40,7 +41,7 @@ class ModelName(NamedTuple):
 def shown(text: str, limit: int = 80) -> str:
     """Make untrusted text safe for a message: escape control and invisible characters, and shorten it."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return escaped(cut)
 
 
 def parse_name(text: str) -> ModelName:

@@ -22,6 +22,7 @@ from localllm.models.architectures.facts import (
 )
 from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
+from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # the process with Python, torch and the engine imported: 147 MiB with a CPU build of torch 2.13
@@ -52,12 +53,9 @@ TARGET_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
-CATCH_UP = 512  # most tokens in one step of the draft model
 PREDICTOR_ROWS = 6  # float32 hidden states that the MTP head holds per prompt token
 TAPPED_ROWS = 256  # tokens whose hidden states a DFlash drafter reads at once
 WAITING_ROWS = 64  # hidden states per sequence that wait for the MTP head
-MOST_DRAFTS = 32  # most draft tokens that a step verifies; each has a row of logits
-CROWD = 8  # from this many sequences in a step on, nothing is drafted
 # token counts of captured verification steps: matmuls use decode tiles up to 16 rows (`kernels.triton.product_tiles`)
 GUESS_BUCKETS = (2, 3, 4, 8, 16)
 CHECKPOINTS = 2  # state checkpoints worth keeping per sequence: after its prompt and after its answer

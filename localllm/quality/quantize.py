@@ -26,6 +26,7 @@ from torch import Tensor
 
 from localllm import paths
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
+from localllm.hub.local_model import QUANTIZED
 from localllm.models.architectures import OpenModel, open_model
 from localllm.models.architectures.facts import linear_shapes
 from localllm.models.architectures.layers import STAY_STORED
@@ -39,7 +40,6 @@ from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
 SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
-RECORD = "localllm-quantize.json"  # file in the result with its source and errors
 # modules that engines fuse into one matmul: in NVFP4 they must share the per-tensor scale
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
@@ -321,7 +321,7 @@ class _Work:
             with _disk(self.folder):
                 shutil.copyfile(path, self.folder / name)
         record = asdict(self.report) | {"path": str(self.out), "source": str(self.checkpoint.path)}
-        self._write(RECORD, json.dumps(record, indent=2))
+        self._write(QUANTIZED, json.dumps(record, indent=2))
         self._write("config.json", json.dumps(config, indent=2))
         (self.folder / "state.json").unlink()
         for left in self.folder.glob("*.part"):  # left by a process that was killed

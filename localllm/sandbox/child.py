@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,8 @@ START_S = 30.0  # for Python to start on a busy machine; usually 0.1
 MAX_ANSWER_BYTES = 64 << 20
 DYING_S = 0.5  # for a child to exit after its pipe closed, so that its exit code is known
 HEADER = struct.Struct("<I")
+# what ends a child whose work exhausts its stack, memory or time; other deaths may come from outside
+_OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
 # environment variables that the child may see: no tokens, no keys
 _ENVIRONMENT = frozenset(
     "PATH HOME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH "  # noqa: SIM905 - one line reads better
@@ -98,6 +101,15 @@ class Child:
             except BaseException:
                 self._end()  # interrupted during an exchange: the pending answer must not reach the next request
                 raise
+
+    def insist(self, request: bytes, deadline_s: float) -> bytes:
+        """`exchange`, and once more with a new child if the first was perhaps killed from outside."""
+        try:
+            return self.exchange(request, deadline_s)
+        except ChildDied as died:
+            if -died.code in _OWN_SIGNALS:
+                raise
+        return self.exchange(request, deadline_s)
 
     def _ensure(self) -> None:
         if self._process is not None and self._process.poll() is None:

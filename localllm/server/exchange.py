@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
+from localllm.terminal import escaped
 
 from .errors import ClientLeft, bug, respond
 
@@ -74,7 +75,7 @@ class Exchange:
 
     def as_text(self, seconds: float) -> str:
         """The log line as readable text."""
-        parts = [time.strftime("%H:%M:%S"), printable(self.path[:MAX_LOGGED]), str(self.status)]
+        parts = [time.strftime("%H:%M:%S"), escaped(self.path[:MAX_LOGGED]), str(self.status)]
         if self.note:
             parts.append(f"{self.note} (and {self.more:,} more)" if self.more else self.note)
         if self.prompt_tokens:
@@ -86,11 +87,6 @@ class Exchange:
             parts.append(f"{self.decode_tps:.1f} tok/s")
         parts += [f"{seconds:.2f} s", self.peer, self.request_id]
         return "  ".join(parts)
-
-
-def printable(text: str) -> str:
-    """Untrusted text on one line, with unprintable characters escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -137,22 +137,17 @@ def _trial_problem(data: bytes) -> str:
 def _ask(data: bytes) -> tuple[str, bool]:
     """Return (the problem or "", whether the result is reproducible)."""
     child = Child("localllm.tokenizer.trial", "the process that tries tokenizers")
-    code = 0
     try:
-        for _ in range(2):
-            try:
-                return str(json.loads(child.exchange(data, WALL_S))["problem"]), True
-            except ChildDied as died:
-                code = -died.code
-                if code not in (0, signal.SIGKILL, signal.SIGTERM):  # else killed from outside: retry
-                    break
-            except ChildLate:
-                return f"opening it took over {WALL_S:.0f} s", False
+        return str(json.loads(child.insist(data, WALL_S))["problem"]), True
+    except ChildLate:
+        return f"opening it took over {WALL_S:.0f} s", False
+    except ChildDied as died:
+        if died.code == -signal.SIGPROF:
+            return f"it takes too long (over {OPEN_CPU_S:.0f} s to open, or {USE_CPU_S:.0f} s for short texts)", True
+        certain = died.code == -signal.SIGABRT
+        return f"the process that tried it died (limit: {MEMORY_BYTES >> 30} GiB of memory)", certain
     finally:
         child.close()
-    if code == signal.SIGPROF:
-        return f"it takes too long (over {OPEN_CPU_S:.0f} s to open, or {USE_CPU_S:.0f} s for short texts)", True
-    return f"the process that tried it died (limit: {MEMORY_BYTES >> 30} GiB of memory)", code == signal.SIGABRT
 
 
 # --- the child -------------------------------------------------------------------------------------------------------

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from localllm.engine.draft_model import DraftModel
-from localllm.engine.drafter import MOST_DRAFTS, Guess, NgramDrafter
+from localllm.engine.drafter import Guess, NgramDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.sampler import candidates
 from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Rates, Speculation, StepTimes
-from localllm.plan import memory
-from localllm.request import Request, SamplingParams
+from localllm.request import MOST_DRAFTS, Request, SamplingParams
 
 
 def test_a_guess_is_what_followed_the_longest_match_that_is_kept():
@@ -247,7 +246,3 @@ def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes, who):
 def test_who_neither_guesses_nor_proposes_is_no_drafter() -> None:
     with pytest.raises(AssertionError, match="is not a drafter"):
         Speculation(SimpleNamespace(name="nobody"))
-
-
-def test_the_plan_counts_as_many_guesses_as_there_are() -> None:
-    assert memory.MOST_DRAFTS == MOST_DRAFTS

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from localllm.boot.boot import ROUNDING
 from localllm.config import KEYS
-from localllm.engine.drafter import MOST_DRAFTS
-from localllm.engine.speculation import CROWD
 from localllm.kernels import rope, sampling
 from localllm.kernels.cpu.layers import LARGEST_HEAD
 from localllm.kernels.kv_pages import KV_DTYPES
@@ -17,7 +15,6 @@ from localllm.quant.encode import GROUP_SIZES
 
 def test_numbers_of_the_plan_are_those_of_the_kernels() -> None:
     assert memory.ROPE_BLOCK == rope.BLOCK and memory.LARGEST_HEAD == LARGEST_HEAD
-    assert (memory.MOST_DRAFTS, memory.CROWD) == (MOST_DRAFTS, CROWD)
     assert memory.SAMPLER_ROW_BYTES == sampling.MAX_BIAS * (4 + 4)
 
 

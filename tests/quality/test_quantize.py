@@ -19,12 +19,13 @@ from tiny_models import tiny_gguf, tiny_safetensors
 from localllm import LLM
 from localllm.config import EngineOptions, UserConfig
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
+from localllm.hub.local_model import QUANTIZED
 from localllm.models.architectures import open_model
 from localllm.models.calibration import hessians
 from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
 from localllm.quality.evaluate import divergence, evaluate, sample_text, save
-from localllm.quality.quantize import RECORD, quantize
+from localllm.quality.quantize import quantize
 from localllm.quant.encode import GROUP_SIZES, Target
 from localllm.request import LoadProgress
 
@@ -52,7 +53,7 @@ def test_the_result_computes_nearly_the_same_here_and_the_same_in_transformers(
     report = quantize(source, out, Target(name))
     assert report.quantised == 14
     assert not list(tmp_path.glob(".*"))
-    assert json.loads((out / RECORD).read_text())["target"] == name
+    assert json.loads((out / QUANTIZED).read_text())["target"] == name
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     ids = list(range(3, 40))
     ours, before = scores(out, ids), scores(source, ids)
@@ -132,8 +133,8 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
     report = quantize(source, out, Target("nvfp4"), tell=lambda phase: seen.append(phase.detail))
     assert "layer 1/2" not in seen and "layer 2/2" in seen
     assert report.quantised == 14
-    written = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != RECORD}
-    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != RECORD} == written
+    written = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != QUANTIZED}
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != QUANTIZED} == written
     assert len([name for name in written if name.endswith(".safetensors")]) == 3
 
 

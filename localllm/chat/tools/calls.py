@@ -135,7 +135,7 @@ def value_text(schema: Mapping[str, Any], text: str, root: Any = None) -> str:
     root   the schema that references are resolved in
     """
     stripped = text.strip()
-    found = _PYTHON_WORDS.get(stripped, stripped)
+    found = PYTHON_WORDS.get(stripped, stripped)
     try:
         value = json_loads(found)
     except ValueError:
@@ -159,7 +159,7 @@ def _kinds(schema: Mapping[str, Any], root: Any) -> set[str]:
     return kinds
 
 
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def quoted(text: str) -> str:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, NamedTuple
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import nearest, picked
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import HardwareFlags
 from localllm.cli.plan_view import rate
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, nearest
 from localllm.hub import catalog as catalogue
 from localllm.plan import fit
 from localllm.plan.planner import Planner

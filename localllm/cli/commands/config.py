@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import nearest, picked
+from localllm.cli.frame.console import picked
 from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES, Preset
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, nearest
 from localllm.terminal import clean_line
 
 ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import nearest
 from localllm.conversation.clipboard import osc52
 from localllm.device.processes import running
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.terminal import clean, clean_line
 
 
@@ -72,7 +71,7 @@ def connect(
         return 0
     name = app.lower().replace("_", "-").replace(" ", "-")
     if name not in APPS:
-        meant = f"; did you mean {near}?" if (near := nearest(name, APPS, 0.5)) else ""
+        meant = did_you_mean(nearest(name, APPS, 0.5))
         raise ConfigError(f"no settings for {clean_line(app)}{meant}", "`localllm connect` lists the apps")
     one, server = APPS[name], _server(env, url, model)
     text, file, note = snippet(one, server), one.get("file"), one.get("note")

@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
@@ -260,13 +260,6 @@ def columns(is_terminal: bool) -> int:
 def wrapped(text: str, width: int, **indents: str) -> list[str]:
     """Wrap a text at words only."""
     return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)  # type: ignore[arg-type]
-
-
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word that was probably meant; "" when none is close."""
-    from difflib import get_close_matches
-
-    return next(iter(get_close_matches(word, known, 1, cutoff)), "")
 
 
 def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:

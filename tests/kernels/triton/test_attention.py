@@ -279,7 +279,7 @@ def test_the_last_program_merges_the_splits(
     """As the kernel does that merges them elsewhere, which leaves the prompt of a mixed step alone, too."""
     step = Step(replace(PREFILL, kv_format=kv_format, sinks=True, window=100), device)
     found = step.run(attention.paged_attention).clone()
-    assert not attention._counters(device).any()
+    assert not attention.counters(device, attention.COUNTERS).any()
     monkeypatch.setattr(attention, "MERGED_GROUP", 0)
     assert compare(step.run(attention.paged_attention), found, 1e-5) == ""
     for group, kernels in ((4, ["decode_split"]), (8, ["decode_split", "merge_splits"])):
