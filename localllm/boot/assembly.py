@@ -20,7 +20,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.mtp import HeadDrafter
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
-from localllm.engine.speculation import CROWD, AnyDrafter, Mode, Speculation
+from localllm.engine.speculation import AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.assistant import AssistantModel
 from localllm.models.dflash import DFlashModel
@@ -28,6 +28,7 @@ from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.models.placement import Mover
 from localllm.plan.plan import Plan
+from localllm.request import CROWD
 
 log = logging.getLogger(__name__)
 

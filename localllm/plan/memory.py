@@ -22,7 +22,7 @@ from localllm.models.architectures.facts import (
 )
 from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
-from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS
+from localllm.request import CATCH_UP, MOST_DRAFTS
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # the process with Python, torch and the engine imported: 147 MiB with a CPU build of torch 2.13
