@@ -54,6 +54,7 @@ class AssistantDrafter:
     name = "draft"
     deep = 4
     at_once = False
+    reads_layers = False
     kept_bytes = 0  # the pages it reads are the model's
 
     def __init__(self, runner: Runner, own: AssistantModel, vocab_size: int, share: float) -> None:

@@ -59,6 +59,7 @@ class DFlashDrafter:
 
     name = "draft"
     at_once = True
+    reads_layers = True
     kept_bytes = 0  # its pages are the model's
 
     def __init__(

@@ -69,6 +69,7 @@ class HeadDrafter:
     name = "mtp"
     deep = 1
     at_once = False
+    reads_layers = False
     kept_bytes = 0  # its pages are the model's
 
     def __init__(self, runner: Runner, vocab_size: int, share: float) -> None:

@@ -88,7 +88,12 @@ class ForwardOutput:
 
 
 class Listener(Protocol):
-    """Receives the hidden states of every computed token."""
+    """Receives the hidden states of every computed token.
+
+    reads_layers  also the outputs of single layers, which a fused step does not show
+    """
+
+    reads_layers: bool
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """Called after every forward pass. `hidden` [num_tokens, hidden] is before the final norm."""
@@ -169,8 +174,9 @@ class Runner:
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
-            # for example, a grammar forced some of the tokens; a fused step does not show the outputs of single layers
-            if self.model.taps is not None or batch.images or not batch.wants_every_row:
+            by_layer = self.listener is not None and self.listener.reads_layers
+            # not every row is wanted, for example, where a grammar forced some of the tokens
+            if by_layer or batch.images or not batch.wants_every_row:
                 hidden = self._forward_and_notify(step, batch)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
