@@ -208,6 +208,25 @@ def test_guesses_are_bought_while_they_are_right_and_worth_their_price(clock):
     assert talk(speculation, sequence, lambda: 7, 3000, clock) > 6000  # and taken back
 
 
+def test_a_block_that_is_drafted_at_once_costs_the_same_whatever_is_verified(clock):
+    class Blocks(Sells):
+        deep, at_once = 15, True
+
+        def propose(self, sequences, counts):
+            self.clock[0] += self.price - self.price * max(counts)
+            return super().propose(sequences, counts)
+
+    right = Blocks(clock, 0.9)  # too dear by the token
+    speculation = Speculation(right)
+    assert talk(speculation, decoding(), lambda: 7, 100, clock) > 900
+    assert speculation.times_of(1, 6)[1] == pytest.approx(0.9)
+    assert talk(Speculation(Blocks(clock, 30.0)), decoding(), lambda: 7, 300, clock) < 600
+    wrong = Blocks(clock, 0.3)
+    speculation, sequence = Speculation(wrong), decoding()
+    assert talk(speculation, sequence, lambda: 8, 200, clock) == 200 and wrong.asked < 50
+    assert talk(speculation, sequence, lambda: 7, 3000, clock) > 9000  # a trial drafts a block, too
+
+
 def test_the_drafter_that_wins_most_is_asked(clock):
     class Knows:
         name = "knows"
