@@ -1,6 +1,7 @@
 """Gain of speculation when an answer repeats its prompt, and its cost when nothing repeats.
 
-    python benchmarks/speculation.py [MODEL ...] [--draft] [--tokens 400] [--repeat 5] [--threads 2] [--json FILE]
+    python benchmarks/speculation.py [MODEL ...] [--draft | --dflash] [--tokens 400] [--repeat 5] [--threads 2]
+        [--json FILE]
 
 The answer is forced token by token, so both modes write the same text: `edit` is the prompt with one line in five
 rewritten (80 % repeats), `fresh` repeats nothing. Modes alternate; a row is the median of tokens per second and of
@@ -9,6 +10,10 @@ processor seconds per token (including waiting threads). Targets: edit >= 2.0 ti
 --draft measures a draft model instead: smollm2 drafts four tokens per step for a random model with its vocabulary
 (--target-layers). The text is smollm2's own greedy answer with every tenth token replaced, so nine in ten guesses are
 right. The row compares the speed with that predicted from this rate and the step and round times; target: within 10 %.
+
+--dflash measures a DFlash drafter with random weights (five layers, blocks of 16) for a random Qwen3-1.7B in Q4_K_M.
+`wrong` is the cost of drafts that are never right, in mode auto (target: <= 2 % slower); `right` replaces the drafts by
+the text, nine in ten tokens right, and compares the speed with that predicted from the times of steps and passes.
 The last stdout line is one JSON document, which `--json` also writes to a file.
 """
 
@@ -181,6 +186,96 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
+def write_dflash(folder: Path, shape: synthetic.Shape, vocab: int, block: int = 16) -> Path:
+    """A DFlash drafter with random weights for a model of this shape."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    taps = [1 + number * (shape.layers - 4) // 4 for number in range(5)]
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden, "vocab_size": vocab,
+        "intermediate_size": shape.intermediate, "num_hidden_layers": 5, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "block_size": block,
+        "num_target_layers": shape.layers, "dflash_config": {"target_layer_ids": taps, "mask_token_id": vocab - 1},
+    }  # fmt: skip
+    shapes = {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(5):
+        start = f"layers.{layer}."
+        shapes |= {f"{start}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{start}self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+        shapes |= {
+            f"{start}self_attn.{name}_proj.weight": (n, hidden) for name, n in zip("qkv", (q, kv, kv), strict=True)
+        }
+        shapes |= {
+            f"{start}self_attn.o_proj.weight": (hidden, q),
+            f"{start}mlp.down_proj.weight": (hidden, shape.intermediate),
+        }
+        shapes |= {f"{start}mlp.{name}_proj.weight": (shape.intermediate, hidden) for name in ("gate", "up")}
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(of).mul_(of[-1] ** -0.5).bfloat16() for name, of in shapes.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def corrected(llm: LLM, text: list[int], prompt: int, rng: random.Random) -> None:
+    """Replace the drafts of `llm` by what follows in `text`, with as many right tokens as RIGHT."""
+    drafter: Any = llm.engine.runner.listener
+    assert drafter is not None
+    compute = type(drafter).propose
+
+    def propose(sequences: Any, counts: Any) -> list[tuple[int, ...]]:
+        found = compute(drafter, sequences, counts)
+        (sequence,), (drafts,) = sequences, found
+        at = sequence.num_tokens - prompt
+        right = text[at : at + len(drafts)]
+        return [tuple(token if rng.random() < RIGHT else (token + 1) % 1000 for token in right)]
+
+    drafter.propose = propose
+
+
+def measure_dflash(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a DFlash drafter whose drafts are wrong, and one whose drafts are mostly right, against none."""
+    rng, shape = random.Random(0), synthetic.REAL["qwen3-1.7b"]
+    with tempfile.TemporaryDirectory() as folder, LLM(DRAFT, ctx=512) as small:
+        path = synthetic.write_model(Path(folder) / "target.gguf", "Q4_K_M", 0, shape, small.path)
+        draft = str(write_dflash(Path(folder) / "drafter", shape, small.facts.vocab_size))
+        common: dict[str, Any] = {"threads": options.threads, "ctx": 2048}
+        with (
+            LLM(path, speculation="off", **common) as off,
+            LLM(path, draft=draft, **common) as wrong,
+            LLM(path, draft=draft, **common) as right,
+        ):
+            # n-gram drafts, which `auto` also uses, find nothing in these words
+            runs = []
+            for number in range(options.repeat + 1):
+                prompt, text = words(off, rng, 64), words(off, rng, options.tokens)
+                corrected(right, text, len(prompt), rng)
+                run = [one_run(llm, prompt, text) for llm in (off, wrong, right)]
+                speculation = right.engine.stepper.speculation
+                assert speculation is not None
+                times = speculation.times_of(1, 15)
+                if number:  # the first one warms up
+                    runs.append((*run, *times))
+    plain, unused, used = (statistics.median(run[at]["tps"] for run in runs) for at in range(3))
+    step_s, round_s = (statistics.median(run[at] or 0.0 for run in runs) for at in (3, 4))
+    cost, gain = (statistics.median(run[at]["tps"] / run[0]["tps"] for run in runs) for at in (1, 2))
+    row = {
+        "plain_tps": plain, "wrong_tps": unused, "right_tps": used, "of_plain_wrong": cost, "of_plain_right": gain,
+        "step_ms": 1000 * step_s, "pass_ms": 1000 * round_s,
+        "steps": statistics.median(run[2]["steps"] for run in runs),
+        "acceptance": statistics.median(run[2]["acceptance"] for run in runs), "met": cost >= 1 / COST_LINE,
+    }  # fmt: skip
+    print(
+        f"dflash: {plain:.1f} tok/s; wrong {unused:.1f} ({cost:.2f}x), right {used:.1f} ({gain:.2f}x); a step of 16"
+        f" rows {1000 * step_s:.0f} ms, a pass {1000 * round_s:.0f} ms",
+        flush=True,
+    )
+    return row
+
+
 def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -189,6 +284,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draft", action="store_true")
+    parser.add_argument("--dflash", action="store_true")
     parser.add_argument("--target-layers", type=int, default=24)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -197,6 +293,7 @@ def main() -> None:
         "threads": options.threads, "load_before": os.getloadavg()[0],
         "models": (
             {"draft": measure_draft(options)} if options.draft
+            else {"dflash": measure_dflash(options)} if options.dflash
             else {Path(name).name: measure(name, options) for name in options.models}
         ),
     }  # fmt: skip
