@@ -120,7 +120,8 @@ class DFlashDrafter:
         known, end = sequence.num_tokens - 1, sequence.num_tokens - 1 + self._block
         if heard is None or heard.epoch != sequence.num_preemptions or heard.end < known:
             return False
-        return end <= self._inputs.max_context and self.extend(sequence, end)
+        longest = min(self._inputs.max_context, self._own.facts.max_context)
+        return end <= longest and self.extend(sequence, end)
 
     def _read(self, heard: Many[tuple[Sequence, int]]) -> None:
         """Store keys and values of the first tokens that each of these sequences has heard."""
