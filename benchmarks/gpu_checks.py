@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gpu_models
 import torch
@@ -213,6 +214,29 @@ def guessed(model: Model, place: Place, kv: str) -> str:
     return "; ".join(f"{how}: {count}" for how, count in found.items())
 
 
+def drafter(place: Place, kv: str) -> Found:
+    """Check a DFlash drafter, batch-invariantly: its kernels, equal drafts in graphs and launched, equal answers."""
+    facts = gpu_models.facts_of(place.model("0.6B"), "bf16", num_layers=4 if not place.is_dry else 1)
+    own, test = gpu_models.drafter_of(facts), SelfTest()
+    facts = replace(facts, drafting=own.layers)
+    model = gpu_models.load(facts, "bf16", place.kv(kv), place, deterministic=True, selftest=test)
+    draft = gpu_models.load_drafter(own, place.kv(kv), place, model, test)
+    yield f"self-test of {own.name}, KV {kv}", "; ".join(str(failure) for failure in test.failures)
+    tokens = max(4, place.sizes.same)  # nothing is drafted for the first two and the last one
+    plain = generate(model, place, place.kv(kv), graphs=False, ahead=False, tokens=tokens)
+    found: list[list[list[tuple[int, ...]]]] = []
+    for graphs in (False, True):
+        drafts: list[list[tuple[int, ...]]] = []
+        how: dict[str, Any] = {"graphs": graphs, "ahead": False, "together": False, "tokens": tokens}
+        again = generate(model, place, place.kv(kv), **how, draft=draft, drafts=drafts)
+        same = sum(a == b for a, b in zip(plain, again, strict=True))
+        where = "in graphs" if graphs else "launched"
+        yield f"answers with {own.name}, {where}", "" if again == plain else f"{same} of {len(plain)} agree"
+        found.append(drafts)
+    many = sum(map(bool, found[0]))
+    yield f"drafts of {own.name}", "" if many and found[0] == found[1] else f"{many} rounds, others in graphs"
+
+
 def from_file(place: Place, path: Path) -> Found:
     """Check a model from a given file: the kernels it chooses, and graphs against eager steps."""
     for deterministic in (False, True):
@@ -232,6 +256,7 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
         found[f"model {form}"] = partial(whole, place, form, kv)
     for form, kv in models[1:2] if place.is_dry else models[:3]:
         found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
+    found["drafter"] = partial(drafter, place, "fp8" if not place.is_dry else "bf16")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
     both = [("bfloat16", kv) for kv in ("fp8", "bf16", "int8", "fp16")] * (not place.is_dry)

@@ -14,10 +14,11 @@ from localllm.kernels import Weight
 from localllm.kernels.layer_weights import ExpertsWeights, Norm
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures.facts import ModelFacts, count_linear_params, count_params, kv_bytes_per_token
-from localllm.models.architectures.layers import Dense, Experts, LayerFacts
+from localllm.models.architectures.layers import Dense, DFlash, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.names import hf_names
 from localllm.models.architectures.sharding import Shard
+from localllm.models.dflash import DFlashModel, read_dflash
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 
@@ -105,7 +106,8 @@ class _NoFile:
         self.quantization_config: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.nbytes = 0
-        self.names = hf_names(())
+        names = hf_names(())
+        self.names = replace(names, top={**names.top, "fc": "fc", "hidden_norm": "hidden_norm"})
 
     def maps(self, address: int) -> bool:
         """Nothing is mapped."""
@@ -149,6 +151,22 @@ def load(
     torch.manual_seed(0)
     options = LoadOptions(place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest)
     return RandomLoading(facts, form, options).model()
+
+
+def drafter_of(facts: ModelFacts) -> ModelFacts:
+    """Facts of a DFlash drafter of two layers, the second with a window."""
+    attention = facts.layers[0].mixer
+    assert isinstance(attention, Attention)
+    full = LayerFacts(replace(attention, kv_apart=True), Dense(facts.intermediate_size))
+    windowed = replace(full, mixer=replace(attention, kv_apart=True, window=64))
+    own = DFlash(tuple(sorted({0, max(0, facts.num_layers - 2)})), 16, facts.vocab_size - 1)
+    return replace(facts, name=f"{facts.name}-DFlash", layers=(full, windowed), dflash=own, stored_format="bf16")
+
+
+def load_drafter(facts: ModelFacts, kv: str, place: Place, target: Model, selftest: SelfTest) -> DFlashModel:
+    """Create a drafter whose products are batch-invariant; the facts of `target` include its layers."""
+    options = LoadOptions(place.device, place.dtype, kv, deterministic=True, selftest=selftest)
+    return read_dflash(RandomLoading(facts, "bf16", options), target)
 
 
 def read_bytes(model: Model) -> int:

@@ -19,6 +19,7 @@ from localllm.kernels import table
 from localllm.kernels.triton import ops, product, product_tiles
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.architectures.facts import ModelFacts
+from localllm.models.dflash import DFlashModel
 from localllm.models.model import Model
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -140,9 +141,9 @@ class Place:
         """Median seconds of a call with a cold L2 cache."""
         return gpu_seconds(call)
 
-    def assembled(self, model: Model, plan: Plan) -> Engine:
+    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | None = None) -> Engine:
         """Build an engine."""
-        return assemble(model, plan)
+        return assemble(model, plan, draft=draft)
 
 
 class Rehearsal(Place):
@@ -196,9 +197,9 @@ class Rehearsal(Place):
 
     cold_seconds = seconds
 
-    def assembled(self, model: Model, plan: Plan) -> Engine:
+    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | None = None) -> Engine:
         """Build an engine on the CPU whose graphs are calls."""
-        return assemble(model, replace(plan, device="cpu"), capture=_again)
+        return assemble(model, replace(plan, device="cpu"), draft=draft, capture=_again)
 
 
 def place_of(device: str, dry: bool) -> Place:

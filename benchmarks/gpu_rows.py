@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from gpu_place import Place
@@ -17,6 +18,7 @@ from localllm.engine.drafter import Guess
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.kernels.layer_weights import AttentionWeights
+from localllm.models.dflash import DFlashModel
 from localllm.models.model import Model
 from localllm.request import Request, SamplingParams
 
@@ -193,22 +195,32 @@ def _ids(model: Model) -> int:
 
 
 def generate(
-    model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True, known: Known | None = None
-) -> list[list[int]]:
+    model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True,
+    known: Known | None = None, draft: DFlashModel | None = None, drafts: list[list[tuple[int, ...]]] | None = None,
+    tokens: int = 0,
+) -> list[list[int]]:  # fmt: skip
     """Greedy and seeded answers of a few requests that arrive staggered, or each after the last has ended.
 
-    known  guesses tokens
+    known   guesses tokens
+    draft   drafts tokens in every step; `drafts` receives them
+    tokens  of an answer; 0: as many as usual
     """
-    longest = max(place.sizes.prompts) + place.sizes.same
+    tokens = tokens or place.sizes.same
+    longest = max(place.sizes.prompts) + tokens
     plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
-    engine = place.assembled(model, plan)
+    engine = place.assembled(model, replace(plan, speculation="draft" if draft else "off"), draft)
     engine.stepper.runs_ahead = ahead
+    listener: Any = engine.runner.listener
+    if listener is not None and drafts is not None:
+        propose = listener.propose
+        listener.propose = lambda *asked: drafts.append(propose(*asked)) or drafts[-1]
     # n-gram lookup guesses depending on timing, which changes the rows and thus the kernels
-    engine.stepper.speculation = known and Speculation(known, "always", goes_back=bool(model.states))
+    if draft is None:
+        engine.stepper.speculation = known and Speculation(known, "always", goes_back=bool(model.states))
     streams = []
     for index, length in enumerate(place.sizes.prompts):
         sampled = {"temperature": 0.8 * (index % 2), "top_p": 0.9, "seed": index}
-        params = SamplingParams(**sampled, max_tokens=place.sizes.same, ignore_eos=True)
+        params = SamplingParams(**sampled, max_tokens=tokens, ignore_eos=True)
         ids = [(11 * i + index) % _ids(model) + 1 for i in range(length)]
         streams.append(engine.submit(Request(ids, params)))
         engine.run_once()

@@ -95,13 +95,13 @@ def load_dflash(checkpoint: OpenModel, options: LoadOptions, target: Model) -> D
     Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
     with device_failures(checkpoint):
-        return _load(checkpoint, options, target)
+        return read_dflash(Loading(checkpoint, Shard(checkpoint.facts), options), target)
 
 
-def _load(checkpoint: OpenModel, options: LoadOptions, target: Model) -> DFlashModel:
-    facts, hidden = checkpoint.facts, checkpoint.facts.hidden_size
+def read_dflash(loading: Loading, target: Model) -> DFlashModel:
+    """As `load_dflash`, by a load in progress."""
+    facts, hidden = loading.facts, loading.facts.hidden_size
     assert facts.dflash is not None and target.facts.drafting == facts.layers
-    loading = Loading(checkpoint, Shard(facts), options)
     shapes = model_shapes(facts, loading.op_facts())
     table = loading.op_table(shapes)
     layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
