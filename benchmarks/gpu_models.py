@@ -159,7 +159,7 @@ def drafter_of(facts: ModelFacts) -> ModelFacts:
     assert isinstance(attention, Attention)
     full = LayerFacts(replace(attention, kv_apart=True), Dense(facts.intermediate_size))
     windowed = replace(full, mixer=replace(attention, kv_apart=True, window=64))
-    own = DFlash(tuple(sorted({0, max(0, facts.num_layers - 2)})), 16, facts.vocab_size - 1)
+    own = DFlash(tuple(sorted({0, max(0, facts.num_layers - 2)})), 16, facts.vocab_size - 1, (False, True))
     return replace(facts, name=f"{facts.name}-DFlash", layers=(full, windowed), dflash=own, stored_format="bf16")
 
 

@@ -6,8 +6,9 @@ model's layers (`store`). The input of a pass is the last known token and masks;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from torch import Tensor
 
@@ -43,14 +44,14 @@ from .samples import model_shapes
 class DFlashModel:
     """The loaded weights.
 
-    calls    each layer with the number of its view
+    spans    consecutive layers that see the same of a block: whether causal, their range, each with its view's number
     context  each layer's attention as it stores keys and values of earlier tokens, with its view
     views    (cache group, rotation)
     """
 
     facts: ModelFacts
     layers: tuple[DecoderLayer, ...]
-    calls: tuple[LayerCall, ...]
+    spans: tuple[tuple[bool, slice, tuple[LayerCall, ...]], ...]
     context: tuple[tuple[AttentionWeights, int], ...]
     views: tuple[tuple[int, RopeTable], ...]
     fc: Linear
@@ -83,8 +84,8 @@ class DFlashModel:
         self._forget()
 
     def _forget(self, pages_only: bool = False) -> None:
-        for mixer, ffn, _ in self.calls:
-            for linear in (one for weights in (mixer, ffn) for one in linears_of(weights)):
+        for layer in self.layers:
+            for linear in (one for weights in (layer.mixer, layer.ffn) for one in linears_of(weights)):
                 for part in linear.parts:
                     forget(part.prepared, pages_only=pages_only)
 
@@ -115,7 +116,7 @@ def read_dflash(loading: Loading, target: Model) -> DFlashModel:
     made = DFlashModel(
         facts=facts,
         layers=layers,
-        calls=tuple((layer.mixer, layer.ffn, view) for layer, view in zip(layers, numbers, strict=True)),
+        spans=tuple(_spans(facts.dflash.causal, layers, numbers)),
         context=tuple((_keys_and_values(layer.mixer), view) for layer, view in zip(layers, numbers, strict=True)),
         views=tuple((group, ropes[rope]) for group, rope in kinds),
         fc=loading.linear("draft", (fc,), (shape,)),
@@ -131,11 +132,30 @@ def read_dflash(loading: Loading, target: Model) -> DFlashModel:
     return replace(made, table=table)
 
 
+def _spans(
+    causal: Sequence[bool], layers: Sequence[DecoderLayer], views: Sequence[int]
+) -> Iterator[tuple[bool, slice, tuple[LayerCall, ...]]]:
+    start = 0
+    for is_causal, some in groupby(causal):
+        span = slice(start, start + len(list(some)))
+        pairs = zip(layers[span], views[span], strict=True)
+        yield is_causal, span, tuple((layer.mixer, layer.ffn, view) for layer, view in pairs)
+        start = span.stop
+
+
 def _keys_and_values(weights: object) -> AttentionWeights:
     """The attention of a layer without queries; its input is normed already."""
     assert isinstance(weights, AttentionWeights)
     _, *parts = weights.qkv.parts
     return replace(weights, norm=None, qkv=Linear(tuple(parts)), num_heads=0)
+
+
+Kept = tuple[tuple[LayerCache, ...], ...]
+
+
+def kept_by(own: DFlashModel, cache: KVCache) -> Kept:
+    """The pages of each span of layers. Kernels cache what they derive from them, so they are kept with the cache."""
+    return tuple(cache.drafting[span] for _, span, _ in own.spans)
 
 
 def store(own: DFlashModel, cache: KVCache, batch: ForwardBatch, hidden: Tensor) -> None:
@@ -151,17 +171,19 @@ def store(own: DFlashModel, cache: KVCache, batch: ForwardBatch, hidden: Tensor)
         own.table.attn_in(context, weights, cos, sin, pages, slot_mapping)
 
 
-def draft(
-    own: DFlashModel, model: Model, cache: KVCache, kept: Sequence[LayerCache], batch: ForwardBatch, rows: Tensor
-) -> Tensor:
+def draft(own: DFlashModel, model: Model, kept: Kept, batch: ForwardBatch, places: Tensor, rows: Tensor) -> Tensor:
     """The likeliest tokens of the masks at `rows` (int64, ascending) of a batch of blocks: int64 [rows].
 
-    kept    `cache.drafting`
-    batch   each token is a sequence of its own that ends where its block does, so all tokens of a block see each other
+    kept     of `kept_by`
+    batch    each token is a sequence of its own that ends where its block does, so all tokens of a block see each other
+    places   int32 [num_tokens]: tokens of the block behind each
     """
     x = replace(model.embedding, norm_eps=0.0)(batch.token_ids)
-    lens = batch.cu_query_lens, batch.seq_lens_tensor
-    x = own.table.decoder(x, own.calls, kept, _views(own, batch), *lens, rows)
+    whole, views = batch.seq_lens_tensor, _views(own, batch)
+    for (is_causal, _, calls), pages in zip(own.spans, kept, strict=True):
+        lens = (whole - places).clamp_(min=1) if is_causal else whole  # 1: a padding row of a captured pass
+        wanted = rows if pages is kept[-1] else None
+        x = own.table.decoder(x, calls, pages, views, batch.cu_query_lens, lens, wanted)
     x = rms_norm(x, own.norm.weight, own.norm.eps)
     return model.head.linear(x)[:, : model.facts.vocab_size].argmax(-1)
 

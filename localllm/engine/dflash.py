@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from localllm.models.dflash import DFlashModel, draft, store
+from localllm.models.dflash import DFlashModel, draft, kept_by, store
 from localllm.models.inputs import ForwardBatch
 from localllm.models.model import Taps
 
@@ -70,7 +70,9 @@ class DFlashDrafter:
         self._own, self._block, self._mask = own, own.facts.dflash.block, own.facts.dflash.mask
         self.deep = self._block - 1
         self._model, self._cache, self._vocab_size = runner.model, runner.cache, vocab_size
-        self._inputs, self._kept = inputs, self._cache.drafting
+        self._inputs, self._kept = inputs, kept_by(own, self._cache)
+        places = torch.arange(inputs.most, dtype=torch.int32, device=self._cache.device)
+        self._behind = self.deep - places % self._block
         self._builder = BatchBuilder(len(self._cache.groups), self._cache.page_size, self._cache.device)
         self._graphs: DecodeGraphs | None = None
         # takes pages for the first tokens of a sequence, as `Pages.extend`
@@ -154,8 +156,11 @@ class DFlashDrafter:
 
     def _drafted(self, batch: ForwardBatch, count: int) -> Tensor:
         """The first `count` drafts of each block: int64 [blocks * count]."""
-        wanted = self._masks(batch.token_ids.shape[0], count)
-        return draft(self._own, self._model, self._cache, self._kept, batch, wanted)
+        return self._best(batch, self._masks(batch.token_ids.shape[0], count))
+
+    def _best(self, batch: ForwardBatch, wanted: Tensor) -> Tensor:
+        behind = self._behind[: batch.token_ids.shape[0]]
+        return draft(self._own, self._model, self._kept, batch, behind, wanted)
 
     def _masks(self, rows: int, count: int) -> Tensor:
         """The rows of the first `count` masks of each block, int64."""
@@ -169,8 +174,7 @@ class DFlashDrafter:
         wanted = {size: self._masks(size, self.deep) for size in sizes}
 
         def compute(batch: ForwardBatch) -> tuple[Tensor, ...]:
-            rows = wanted[batch.token_ids.shape[0]]
-            return (draft(self._own, self._model, self._cache, self._kept, batch, rows),)
+            return (self._best(batch, wanted[batch.token_ids.shape[0]]),)
 
         self._graphs = DecodeGraphs(compute, self._inputs, tuple(map(Shape, sizes)), capture)
         return self._graphs

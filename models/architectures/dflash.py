@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields
 
 from .architecture import Architecture
 from .config import Config
@@ -26,14 +26,14 @@ MAX_BLOCK = 64
 # parts of tensor names that belong to other drafters with the same class or architecture name
 _OTHERS = {
     "markov": "DSpark", "conv": "DFlash 2", "selector": "DFlash 2", "d2t": "a vocabulary of its own",
-    "sinks": "attention sinks", "hc_": "DSpark",
+    "sink": "attention sinks", "hc_": "DSpark",
 }  # fmt: skip
 _MUSE = "encoder.output_norm_enc"
 _STARTS = ("", "model.")
 
 
 class Dflash(Architecture):
-    """All layers see the whole block, and keys and values of earlier tokens come from the larger model's layers."""
+    """Keys and values of earlier tokens come from the larger model's layers."""
 
     name = "dflash"
     label = "DFlash drafters"
@@ -59,18 +59,20 @@ class Dflash(Architecture):
             raise config.unsupported(f"{config.source} for a model of another hidden size")
         if own.text("attention_mode", "gqa") not in ("gqa", "mha") or own.flag("causal_head"):
             raise config.unsupported(f"{config.source} with attention_mode or causal_head")
-        if config.model_type == "muse_glimmer_assistant":
-            windows = config.windows(lambda layer: True)
-        else:
-            stated = keys.raw("layer_types") is not None
-            windows = config.windows(lambda layer: False) if stated else (None,) * config.num_layers
+        windows = _windows(config, own)
         layers = own.raw("target_layer_ids")
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise own.fail("target_layer_ids", "must list layer numbers")
         mask = own.integer("mask_token_id", 0, config.vocab_size - 1)
         block = own.integer("block_size", 2, MAX_BLOCK)
         count = own.integer("num_target_layers", 1, MAX_LAYERS, 0)
-        return _facts(config, rope, context, windows, DFlash(_checked(own, layers), block, mask, count))
+        # published files state this in three ways; without any, windowed layers are causal in those of z-lab
+        by_window = keys.raw("layer_types") is not None and config.model_type == self.name
+        causal = tuple(
+            own.flag("is_causal", own.flag("causal", by_window and window is not None)) for window in windows
+        )
+        rope = rope if own.flag("is_neox_style", True) else replace(rope, interleaved=True)
+        return _facts(config, rope, context, windows, DFlash(_checked(own, layers), block, mask, causal, count))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         """llama.cpp counts the inputs of layers, so the output of layer 1 is its number 2."""
@@ -81,7 +83,10 @@ class Dflash(Architecture):
         mask = config.general.integer("tokenizer.ggml.mask_token_id", 0, config.vocab_size - 1)
         taps = _checked(keys, [int(number) - 1 for number in found])
         block = keys.integer("block_size", 2, MAX_BLOCK)
-        return _facts(config, rope, context, config.windows(), DFlash(taps, block, mask))
+        windows = config.windows()
+        # no key says so; only those of z-lab have both kinds of layers
+        causal = tuple(window is not None and None in windows for window in windows)
+        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
@@ -96,6 +101,16 @@ class Dflash(Architecture):
         tables = {"model.embed_tokens": f"{start}embed_tokens", "lm_head": "lm_head"}  # copies of the larger model's
         text = (f"{start}layers.", *(f"{name}." for name in top.values()))
         return NameMap(top | tables, f"{start}layers.{{}}.", text=text)
+
+
+def _windows(config: HfConfig, own: Fields) -> tuple[int | None, ...]:
+    """The window of each layer; drafters of MiMo state one for all layers."""
+    if own.flag("use_swa"):
+        window = own.integer("swa_window_size", 1, MAX_CONTEXT, own.integer("sliding_window", 1, MAX_CONTEXT))
+        return (window,) * config.num_layers
+    if config.model_type == Dflash.name and config.keys.raw("layer_types") is None:
+        return (None,) * config.num_layers
+    return config.windows(lambda layer: True)
 
 
 def _checked(keys: Fields, layers: list[int]) -> tuple[int, ...]:

@@ -285,6 +285,7 @@ class DFlash:
     taps: tuple[int, ...]  # layers of the larger model whose outputs it reads
     block: int  # tokens of a pass: the last known one and masks, which become drafts
     mask: int  # token id of a mask
+    causal: tuple[bool, ...]  # of each layer: a token of the block sees only those before it, not the whole block
     num_layers: int = 0  # of the larger model; 0: not stated
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:

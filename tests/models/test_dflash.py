@@ -109,15 +109,19 @@ def drafter_of(target: Any, windows: tuple[int, ...] = (0, 5), seed: int = 3) ->
     return Drafter(model, max(windows))
 
 
-def expected_drafts(target: Any, one: Drafter, ids: list[int]) -> list[int]:
-    """Those of transformers, when the model has read all of `ids` but the last. All of a block see the same window."""
+def expected_drafts(target: Any, one: Drafter, ids: list[int], causal: bool) -> list[int]:
+    """Those of transformers, when the model has read all of `ids` but the last.
+
+    causal   layers with a window see only what is before a token; else all of a block see the same window
+    """
     known = len(ids) - 1
     table = target.reference.get_input_embeddings()
     noise = torch.nn.functional.embedding(torch.tensor([[ids[-1], *[MASK] * (BLOCK - 1)]]), table.weight)
     noise = noise * float(getattr(table, "embed_scale", 1.0))
     seen = torch.zeros(1, 1, BLOCK, known + BLOCK)
-    near = seen.clone()
-    near[..., : max(0, known + BLOCK - one.window)] = float("-inf")
+    keys, own = torch.arange(known + BLOCK), torch.arange(known, known + BLOCK)[:, None]
+    last = own if causal else torch.full_like(own, known + BLOCK - 1)
+    near = torch.where((keys > last - one.window) & (keys <= last), 0.0, float("-inf"))[None, None]
     with torch.no_grad():
         read = target.reference(torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False)
         context = torch.cat([read.hidden_states[layer + 1] for layer in one.reference.config.target_layer_ids], -1)
@@ -185,7 +189,7 @@ def test_drafts_match_transformers_and_change_no_token(name: str, form: str, tin
         assert answers(engine, requests(1)) == expected
     assert engine.runner.listener is checked and len(checked.seen) > 20
     for ids, drafts in random.Random(1).sample(checked.seen, 12):
-        assert list(drafts) == expected_drafts(target, one, ids)[: len(drafts)]
+        assert list(drafts) == expected_drafts(target, one, ids, name != "muse-glimmer")[: len(drafts)]
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", pytest.param("gemma3", marks=slow)])
@@ -319,3 +323,30 @@ def test_an_assembled_engine_captures_the_blocks(name: str, tiny: Callable, tmp_
     stats = engine.stats()
     assert stats.num_draft_tokens > 12 and engine.runner.listener is not None
     assert made.num_drafts > 15 and engine.scheduler.limits.draft_rows == 16
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "windows", "causal"),
+    [
+        ("z-lab", {}, (None, 5), (False, True)),
+        ("z-lab", {"layer_types": None}, (None, None), (False, False)),
+        ("z-lab", {"is_causal": False}, (None, 5), (False, False)),
+        ("z-lab", {"causal": True}, (None, 5), (True, True)),
+        ("z-lab", {"use_swa": True, "swa_window_size": 7, "layer_types": None}, (7, 7), (False, False)),
+        ("muse", {}, (None, 5), (False, False)),
+    ],
+)
+def test_what_a_token_of_a_block_sees(
+    layout: str,
+    changes: dict[str, Any],
+    windows: tuple[Any, ...],
+    causal: tuple[bool, ...],
+    tiny: Callable,
+    tmp_path: Path,
+) -> None:
+    """As vLLM reads files of z-lab and MiMo, and transformers those of Muse Glimmer."""
+    own = {"target_layer_ids": [0, 1], "mask_token_id": MASK} | changes
+    outer = {key: own.pop(key) for key in ("is_causal", "layer_types") if key in own}
+    more = outer | ({"dflash_config": own} if layout == "z-lab" else {})
+    facts = open_model(drafter_of(tiny("qwen3")).save(tmp_path, layout, **more)).facts
+    assert (facts.windows, facts.dflash.causal) == (windows, causal)
