@@ -102,6 +102,7 @@ class Candidate:
     experts: Mixture | None = None
     quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
     draft: bool = False  # the files include a multi-token prediction head
+    drafter: str = ""  # repository of a drafter that was trained for the model
 
     @property
     def needs(self) -> str:
@@ -264,6 +265,11 @@ def aliases() -> list[str]:
     """Every name in the catalog."""
     names = [*families(), *(c.name for c in candidates()), *starters()]
     return list(dict.fromkeys(names))
+
+
+def drafter_of(repo: str) -> str:
+    """The drafter for the models of a repository; "" if the catalog knows none."""
+    return next((one.drafter for one in candidates() if one.repo.casefold() == repo.casefold()), "")
 
 
 def candidate_of(name: str, architecture: str, params: int, num_bytes: int, context: int) -> Candidate:

@@ -38,6 +38,9 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert candidate.context >= 8192
     assert candidate.license
     assert candidate.need_bytes() > candidate.download_bytes
+    if candidate.drafter:
+        check_repo_id(candidate.drafter)
+        assert catalog.drafter_of(candidate.repo.upper()) == candidate.drafter
     assert candidate.released or candidate.needs, "what can run has a date"
 
 

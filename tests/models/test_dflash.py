@@ -294,6 +294,9 @@ def test_a_drafter_is_listed_and_shown(tiny: Callable, tmp_path: Path) -> None:
     with open_model(path) as checkpoint:
         assert show._chats(checkpoint.facts) == "no: a drafter, for `localllm chat MODEL --draft`"
         assert not show._capabilities(checkpoint)["chat"]
+        fields = show._show_fields(checkpoint, "qwen/qwen3.6-27b-fp8:Q4_K_M", "", EngineOptions())
+        assert fields["drafter"] == "z-lab/Qwen3.6-27B-DFlash"  # of a model with that name
+        assert show._show_fields(checkpoint, "tiny", "", EngineOptions())["drafter"] is None
         assert checkpoint.facts.weight_bytes == sum(info.nbytes for info in checkpoint.tensors.values())
 
 

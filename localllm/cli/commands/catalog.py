@@ -116,6 +116,7 @@ def _json(one: Entry) -> dict[str, Any]:
         "model": file.name,
         "released": file.released or None,
         "license": file.license or None,
+        "drafter": file.drafter or None,
         "file": picked(file, "spec format download_bytes verified"),
         "fits": one.fits,
         "reason": reason or None,

@@ -57,6 +57,7 @@ def _template(checkpoint: OpenModel) -> str:
 
 
 def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: EngineOptions) -> dict[str, Any]:
+    from localllm.hub.catalog import drafter_of
     from localllm.models.architectures.facts import kept_bytes
     from localllm.plan.fit import with_drafter_beside
     from localllm.plan.planner import Planner
@@ -90,6 +91,7 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
         "template": facts.has_chat_template,
         "capabilities": _capabilities(checkpoint),
         "licence": facts.license or None,
+        "drafter": drafter_of(name.partition(":")[0]) or None,
         "revision": revision or None,
         "sampling_defaults": {key: value for key, (value, _) in sampling.items()},
         "sampling_sources": {key: why for key, (_, why) in sampling.items()},
@@ -171,6 +173,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         ("reasoning", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
         ("images", _images(checkpoint)),
+        *([("drafter", f"{fields['drafter']}, for --draft")] if fields["drafter"] else []),
         ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),
         ("license", facts.license or "not stated"),
         ("here", fit),

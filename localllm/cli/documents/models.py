@@ -123,6 +123,7 @@ class Show(TypedDict):
     kv_fixed_bytes: Count
     template: bool
     licence: str | None
+    drafter: str | None
     revision: str | None
     sampling_defaults: dict[str, Any]
     sampling_sources: dict[str, str]
@@ -257,6 +258,7 @@ class CatalogModel(TypedDict):
     architecture: str
     released: str | None
     license: str | None
+    drafter: str | None
     gated: bool
     file: CatalogFile
     fits: bool
