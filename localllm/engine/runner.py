@@ -150,13 +150,18 @@ class Runner:
         before      provides the input tokens of a step that runs ahead
         num_layers  runs only the first layers, without graphs, to measure memory
         """
-        for copy in step.copies:
-            self.cache.copy_page(copy.group, copy.source, copy.target)
+        self.copy_pages(step)
         output = self._forward(step, before, num_layers)
         for part in step.scheduled:
             if part.saves is not None:
                 self.cache.copy_slot(part.saves.source, part.saves.target)
         return output
+
+    def copy_pages(self, step: Step) -> None:
+        """Copy the shared pages that a step is about to write, if that is still to be done."""
+        for copy in step.copies:
+            self.cache.copy_page(copy.group, copy.source, copy.target)
+        step.copies.clear()
 
     def _forward(self, step: Step, before: SampledTokens | None, num_layers: int | None) -> ForwardOutput:
         parts = step.scheduled

@@ -106,6 +106,7 @@ class Stepper:
         if self.speculation is None:
             return
         try:
+            self.runner.copy_pages(step)  # drafters read them, and write behind their last token
             most = self._scheduler.most_drafts(step)
             self._scheduler.add_drafts(step, self.speculation.choose(step, most))
             step.drafter = self.speculation.name

@@ -268,7 +268,7 @@ class Checked(HeadDrafter):
     def propose(self, sequences: Any, counts: Any) -> list[tuple[int, ...]]:
         found = super().propose(sequences, counts)
         pairs = zip(sequences, found, strict=True)
-        self.seen += [(list(one.token_ids), guess) for one, guess in pairs if guess and one.params.n == 1]
+        self.seen += [(list(one.token_ids), guess) for one, guess in pairs if guess]
         return found
 
 
