@@ -16,6 +16,9 @@ from .radix_cache import Node, RadixCache
 from .sequence import Sequence
 
 CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt
+# Tokens between checkpoints of an answer. Drafts end before the next one, so that fewer would cut most drafts of a
+# block of 16, and the next turn of a chat recomputes up to so many, besides the rest of a page.
+ANSWER_EVERY = 32
 MIN_RECOMPUTED = 48  # a checkpoint must save recomputing at least this many tokens
 
 
@@ -243,17 +246,25 @@ class Pages:
         """The number of computed tokens at which the next checkpoint is due, a whole number of pages; None for no more.
 
         During prefill, it is due every CHECKPOINT_EVERY tokens and at the last page boundary before the final token;
-        during decoding, at every page boundary.
+        during decoding, every ANSWER_EVERY tokens.
         """
         if self.slots is None or not self.caches(sequence):
             return None
         size, start = self.page_size, sequence.num_computed_tokens
         if sequence.is_decoding:
-            return (start // size + 1) * size
+            return self.answer_checkpoint_after(sequence, start)
         last = (sequence.num_tokens - 1) // size * size
         after = min(last, (start // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY)
         worth = after > start and after - sequence.num_kept_tokens >= MIN_RECOMPUTED
         return after if worth else None
+
+    def answer_checkpoint_after(self, sequence: Sequence, start: int) -> int | None:
+        """The same after `start` tokens of a sequence that decodes."""
+        if self.slots is None or not self.caches(sequence):
+            return None
+        size = self.page_size
+        due = sequence.num_kept_tokens + max(size, ANSWER_EVERY // size * size)
+        return due if due > start else (start // size + 1) * size
 
     def begin_checkpoint(self, sequence: Sequence, num_tokens: int) -> SlotCopy | None:
         """Allocate the checkpoint for the end of this step, after `num_tokens` tokens; None if no slot is left."""

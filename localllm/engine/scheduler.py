@@ -125,11 +125,12 @@ class Scheduler:
     def add_drafts(self, step: Step, drafts: Many[tuple[int, ...]]) -> None:
         """Append draft tokens to each part of a step, if there are pages for them.
 
-        With recurrent layers, drafts end before the page does, because a checkpoint is taken at its end.
+        With recurrent layers, drafts end before the next checkpoint, which is taken at the end of a step.
         """
         for place, (part, guesses) in enumerate(zip(step.scheduled, drafts, strict=True)):
             end = part.start + part.num_tokens
-            guessed = guesses if self.pages.slots is None else guesses[: -(end + 1) % self.pages.page_size]
+            due = self.pages.answer_checkpoint_after(part.sequence, end)
+            guessed = guesses if due is None else guesses[: due - end - 1]
             if part.saves is not None or not guessed or not self.pages.extend(part.sequence, end + len(guessed)):
                 continue
             if self.pages.set_aside(part.sequence):
@@ -187,8 +188,8 @@ class Scheduler:
             assert copies is not None and extended, "`_has_room` counted the pages"
             step.copies.extend(copies)
             after = part.start + 1
-            ends_page = after % self.pages.page_size == 0
-            saves = self.pages.begin_checkpoint(part.sequence, after) if ends_page else None
+            is_due = after == self.pages.answer_checkpoint_after(part.sequence, part.start)
+            saves = self.pages.begin_checkpoint(part.sequence, after) if is_due else None
             step.scheduled.append(replace(part, saves=saves))
         return step
 
