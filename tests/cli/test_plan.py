@@ -120,7 +120,7 @@ def test_what_matters_is_on_narrow_terminals(invoke: Invoke, empty_home: Path) -
     env = {"LOCALLLM_FAKE_HW": "rtx4060", "COLUMNS": "80"}
     result = invoke("plan", "qwen", env=env)
     lines = result.stdout.splitlines()
-    assert lines[1].startswith("★ qwen3.5-9b") and "37k" in lines[1] and " 7.3 ✓" in lines[1]
+    assert lines[1].startswith("★ qwen3.5-9b") and "38k" in lines[1] and " 7.3 ✓" in lines[1]
     names = [line.split()[0] for line in lines[2 : lines.index("")]]
     assert len(names) == len(set(names)) < 20
     every = invoke("plan", "qwen", "--all", env=env).stdout.splitlines()
