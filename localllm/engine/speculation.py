@@ -348,8 +348,10 @@ class Speculation:
         self._since_plain = self._since_plain + 1 if num_drafts else 0
         for source in self._sources:
             source.rested += 1
-        if all(part.start >= part.sequence.num_prompt_tokens and part.num_known == 1 for part in step.scheduled):
-            self._times.note(len(step.scheduled), num_drafts, seconds - self._asked_s)
+        if all(part.start >= part.sequence.num_prompt_tokens for part in step.scheduled):
+            # tokens that are computed again, or that a grammar forces, take as long as draft tokens
+            more = sum(part.num_tokens - 1 for part in step.scheduled)
+            self._times.note(len(step.scheduled), more, seconds - self._asked_s)
         self._asked_s = 0.0
 
 
