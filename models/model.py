@@ -95,8 +95,8 @@ class Taps:
 
 
 class Model:
-    """A decoder, built by `loader.load_model`. Immutable afterwards, except that RoPE tables grow and `exchange` moves
-    experts between host and device memory.
+    """A decoder, built by `loader.load_model`. Immutable afterwards, except that RoPE tables grow, `exchange` moves
+    experts between host and device memory, and a drafter sets `taps`.
     """
 
     def __init__(

@@ -69,7 +69,9 @@ def assemble(
     if plan.graph_buckets:
         _capture(runner, plan, listener, drafter, capture or CudaCapture(), meter)
     whole = not model.facts.causal
-    budgets = {"drafts": plan.num_drafts, "draft_rows": max(plan.guess_buckets, default=0), "num_slots": plan.num_slots}
+    budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
+    if plan.guess_buckets:  # one of them, or of `graph_buckets`, has room for a token and its drafts
+        budgets["draft_rows"] = plan.num_drafts + 1
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
     engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
@@ -155,10 +157,11 @@ def _dflash(draft: DFlashModel, plan: Plan, runner: Runner) -> DFlashDrafter:
     model, facts = runner.model, draft.facts.dflash
     assert facts is not None
     blocks = max(CAPTURED[-1], min(plan.max_parallel, CROWD))
-    inputs = DecodeInputs(blocks * facts.block, plan.ctx, plan.page_size, plan.num_pages, runner.cache.device)
+    longest = min(plan.ctx, draft.facts.max_context)
+    inputs = DecodeInputs(blocks * facts.block, longest, plan.page_size, plan.num_pages, runner.cache.device)
     captured = max((*plan.graph_buckets, *plan.guess_buckets), default=0)
     share = (draft.weight_bytes + model.head.linear.nbytes) / max(1, model.weight_bytes)
-    return DFlashDrafter(runner, draft, inputs, captured, model.facts.vocab_size, share)
+    return DFlashDrafter(runner, draft, inputs, captured, share)
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:

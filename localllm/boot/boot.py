@@ -5,6 +5,7 @@ Deviations from the plan are listed in `warnings`, for the run summary and the s
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -238,6 +239,8 @@ class Boot:
             )
             if new.fits:
                 self.plan = new
+                self.release()
+                gc.collect()  # graphs refer to what captured them, and so to the pages
                 self._build_engine()
                 self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
                 if new.ctx == old.ctx:

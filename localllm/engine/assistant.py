@@ -15,6 +15,7 @@ from localllm.models.inputs import ForwardBatch
 from .batch import BatchBuilder
 from .cuda_graph import Captured, DecodeGraphs, Run, shapes_of
 from .decode_inputs import DecodeInputs
+from .drafter import ANY_LENGTH
 from .mtp import rows_of
 from .runner import Runner
 from .sampled_tokens import from_host
@@ -54,6 +55,7 @@ class AssistantDrafter:
     name = "draft"
     deep = 4
     at_once = False
+    reach = ANY_LENGTH
     reads_layers = False
     kept_bytes = 0  # the pages it reads are the model's
 

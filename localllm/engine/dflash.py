@@ -17,6 +17,7 @@ from torch import Tensor
 from localllm.models.dflash import DFlashModel, draft, kept_by, store
 from localllm.models.inputs import ForwardBatch
 from localllm.models.model import Taps
+from localllm.request import READ_AT_ONCE
 
 from .batch import BatchBuilder
 from .cuda_graph import Captured, DecodeGraphs, Run, Shape
@@ -26,7 +27,6 @@ from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
 from .sequence import Sequence
 
-READ = 256  # most tokens whose hidden states are read at once: 13 MB with five layers of 5,120 in 16 bits
 MOST_FEW = 64  # tokens of a step whose hidden states may wait
 CAPTURED = (1, 2)  # blocks in a captured pass; with more sequences, few drafts are verified for each
 
@@ -35,18 +35,25 @@ CAPTURED = (1, 2)  # blocks in a captured pass; with more sequences, few drafts 
 class _Heard:
     """Hidden states of a sequence that have not been read.
 
-    at     position of the first one; keys and values before it are stored
-    epoch  preemptions of the sequence at that time
-    rows   [taps * hidden] each, of consecutive tokens; those of draft tokens may be followed by others at their place
+    at      position of the first one; keys and values before it are stored
+    epoch   preemptions of the sequence at that time
+    rows    [taps * hidden] each, of consecutive tokens; the last ones are of `drafts`, which may prove wrong
     """
 
     at: int
     epoch: int
     rows: list[Tensor] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
+    first: int = 0  # position of the first of `drafts`
 
     @property
     def end(self) -> int:
         return self.at + len(self.rows)
+
+    def reaches(self, sequence: Sequence) -> bool:
+        """Whether they were computed for the sequence's own tokens, up to the one before the last."""
+        came = sequence.token_ids[self.first : -1]
+        return self.epoch == sequence.num_preemptions and tuple(came) == self.drafts[: len(came)]
 
 
 class DFlashDrafter:
@@ -62,14 +69,13 @@ class DFlashDrafter:
     reads_layers = True
     kept_bytes = 0  # its pages are the model's
 
-    def __init__(
-        self, runner: Runner, own: DFlashModel, inputs: DecodeInputs, captured: int, vocab_size: int, share: float
-    ) -> None:
+    def __init__(self, runner: Runner, own: DFlashModel, inputs: DecodeInputs, captured: int, share: float) -> None:
         assert own.facts.dflash is not None
         self.share = share
         self._own, self._block, self._mask = own, own.facts.dflash.block, own.facts.dflash.mask
         self.deep = self._block - 1
-        self._model, self._cache, self._vocab_size = runner.model, runner.cache, vocab_size
+        self.reach = inputs.max_context - self.deep
+        self._model, self._cache = runner.model, runner.cache
         self._inputs, self._kept = inputs, kept_by(own, self._cache)
         places = torch.arange(inputs.most, dtype=torch.int32, device=self._cache.device)
         self._behind = self.deep - places % self._block
@@ -88,7 +94,6 @@ class DFlashDrafter:
         """
         count, row, full = hidden.shape[0], 0, []
         rows = self._taps.rows(count).flatten(1)
-        rows = rows.clone() if count <= MOST_FEW else rows
         for part in step.scheduled:
             sequence, end = part.sequence, part.start + part.num_tokens
             heard: _Heard | None = sequence.heard
@@ -96,7 +101,9 @@ class DFlashDrafter:
             if heard is None or not same or not heard.at <= part.start <= heard.end:
                 heard = sequence.heard = _Heard(part.start, sequence.num_preemptions)
             del heard.rows[part.start - heard.at :]
-            heard.rows += rows[row : row + part.num_tokens].unbind(0)
+            own = rows[row : row + part.num_tokens]
+            heard.rows += (own.clone() if count <= MOST_FEW else own).unbind(0)
+            heard.drafts, heard.first = part.drafts, part.start + part.num_known
             row += part.num_tokens
             fills = part.start // self._cache.page_size < end // self._cache.page_size
             if fills or count > MOST_FEW or part.start < sequence.num_prompt_tokens:
@@ -119,11 +126,9 @@ class DFlashDrafter:
 
     def _is_ready(self, sequence: Sequence) -> bool:
         heard: _Heard | None = sequence.heard
-        known, end = sequence.num_tokens - 1, sequence.num_tokens - 1 + self._block
-        if heard is None or heard.epoch != sequence.num_preemptions or heard.end < known:
+        if heard is None or not heard.reaches(sequence) or sequence.num_tokens > self.reach:
             return False
-        longest = min(self._inputs.max_context, self._own.facts.max_context)
-        return end <= longest and self.extend(sequence, end)
+        return self.extend(sequence, sequence.num_tokens + self.deep)
 
     def _read(self, heard: Many[tuple[Sequence, int]]) -> None:
         """Store keys and values of the first tokens that each of these sequences has heard."""
@@ -131,8 +136,10 @@ class DFlashDrafter:
         rows: list[Tensor] = []
         for sequence, count in heard:
             own: _Heard = sequence.heard
-            parts += [Scheduled(sequence, own.at, count)] * bool(count)
-            rows += own.rows[:count]
+            near = min(count, self._inputs.max_context - own.at)  # nothing is drafted from the others
+            if near > 0:
+                parts.append(Scheduled(sequence, own.at, near))
+                rows += own.rows[:near]
             del own.rows[:count]
             own.at += count
         row = 0
@@ -170,6 +177,10 @@ class DFlashDrafter:
     def graphs(self, capture: Callable[[Run], Captured]) -> DecodeGraphs:
         """Graphs of passes for one and two sequences, used once they are captured."""
         self._own.reserve_positions(self._inputs.max_context)
+        with torch.inference_mode():  # compile what stores keys and values; these go to the scratch page
+            for count in (1, self._block):
+                self._inputs.load((), rows=count)
+                store(self._own, self._cache, self._inputs.batch(count), self._taps.rows(count).flatten(1))
         sizes = [blocks * self._block for blocks in CAPTURED if blocks * self._block <= self._inputs.most]
         wanted = {size: self._masks(size, self.deep) for size in sizes}
 
@@ -181,9 +192,9 @@ class DFlashDrafter:
 
 
 def _pieces(parts: Many[Scheduled]) -> list[list[Scheduled]]:
-    """Parts of at most READ tokens in total each, in order."""
+    """Parts of at most READ_AT_ONCE tokens in total each, in order."""
     pieces: list[list[Scheduled]] = [[]]
-    left = READ
+    left = READ_AT_ONCE
     for part in parts:
         start, end = part.start, part.start + part.num_tokens
         while start < end:
@@ -192,5 +203,5 @@ def _pieces(parts: Many[Scheduled]) -> list[list[Scheduled]]:
             start, left = start + count, left - count
             if not left:
                 pieces.append([])
-                left = READ
+                left = READ_AT_ONCE
     return [piece for piece in pieces if piece]

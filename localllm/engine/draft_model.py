@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from localllm.request import CATCH_UP, Request, SamplingParams
 
+from .drafter import ANY_LENGTH
 from .pages import Pages, Slots
 from .runner import Runner
 from .scheduler import Scheduled, Step
@@ -48,6 +49,7 @@ class DraftModel:
     name = "draft"
     deep = 4
     at_once = False
+    reach = ANY_LENGTH
 
     def __init__(
         self, runner: Runner, num_pages: Many[int], num_sequences: int, max_context: int, vocab_size: int, share: float

@@ -14,6 +14,7 @@ from localllm.request import MOST_DRAFTS
 
 from .sequence import Sequence
 
+ANY_LENGTH = 1 << 62  # `PaidDrafter.reach` without a limit of its own
 LONGEST_MATCH = 32  # tokens; a longer match is no better evidence
 
 
@@ -45,6 +46,7 @@ class PaidDrafter(Protocol):
     name: str
     deep: int  # draft tokens per sequence in mode "always"
     at_once: bool  # one round drafts all tokens of a sequence, not one
+    reach: int  # longest sequence that it drafts for, in tokens
     share: float  # assumed cost of a round, as a fraction of a step's time, until measured
 
     @property

@@ -21,6 +21,7 @@ from localllm.models.predictor import predict, predicted_logits
 from .batch import BatchBuilder
 from .cuda_graph import Captured, DecodeGraphs, Run, shapes_of
 from .decode_inputs import DecodeInputs
+from .drafter import ANY_LENGTH
 from .runner import Runner
 from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
@@ -69,6 +70,7 @@ class HeadDrafter:
     name = "mtp"
     deep = 1
     at_once = False
+    reach = ANY_LENGTH
     reads_layers = False
     kept_bytes = 0  # its pages are the model's
 

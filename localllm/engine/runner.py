@@ -91,9 +91,11 @@ class Listener(Protocol):
     """Receives the hidden states of every computed token.
 
     reads_layers  also the outputs of single layers, which a fused step does not show
+    reach         as in `PaidDrafter`
     """
 
     reads_layers: bool
+    reach: int
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """Called after every forward pass. `hidden` [num_tokens, hidden] is before the final norm."""
@@ -210,6 +212,7 @@ class Runner:
             if is_device_lost(error):
                 raise
             log.error("no more drafts from hidden states: reading those of a step failed", exc_info=error)
+            self.listener.reach = 0
             self.listener = None
 
     def projected(self, vector: Tensor) -> Tensor:

@@ -298,6 +298,8 @@ class Speculation:
             for place, part in enumerate(parts):
                 sequence = part.sequence
                 room = min(most, sequence.max_tokens - sequence.num_output_tokens - 1)
+                if source.paid is not None and sequence.num_tokens > source.paid.reach:
+                    room = 0
                 hopes = source.chances(sequence, room, most // len(parts) if always else 0)
                 chances += [_Chance(chance, place, depth) for depth, chance in enumerate(hopes, 1)]
             if not chances:

@@ -87,6 +87,11 @@ class Draft:
         )
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files with its weights."""
+        return tuple(self._checkpoint.files)
+
+    @property
     def drafting(self) -> tuple[LayerFacts, ...]:
         """The layers whose keys and values are kept with the target's."""
         return self.facts.layers if self.facts.dflash is not None else ()

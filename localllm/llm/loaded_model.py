@@ -312,7 +312,10 @@ class LoadedModel(AdaptedModel):
         if self.options.kv_store and self.plan.prefix_cache and not self.facts.pooling:
             from localllm.llm.kept import page_files
 
-            parts = self._checkpoint.files, self.facts, self.plan, engine.runner.cache, self.weight_format
+            files = [*self._checkpoint.files]
+            if self._draft is not None and self._draft.drafting:  # whose keys and values are in the same pages
+                files += self._draft.files
+            parts = files, self.facts, self.plan, engine.runner.cache, self.weight_format
             engine.keep_on_disk(page_files(*parts, self.options.kv_store))
 
     def _on_weights(self, done: int, total: int) -> None:

@@ -22,7 +22,7 @@ from localllm.models.architectures.facts import (
 )
 from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
-from localllm.request import CATCH_UP, MOST_DRAFTS
+from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # the process with Python, torch and the engine imported: 147 MiB with a CPU build of torch 2.13
@@ -54,7 +54,6 @@ TARGET_BYTES = {
     "mxfp4": 0.5 + 1 / 32,
 }
 PREDICTOR_ROWS = 6  # float32 hidden states that the MTP head holds per prompt token
-TAPPED_ROWS = 256  # tokens whose hidden states a DFlash drafter reads at once
 WAITING_ROWS = 64  # hidden states per sequence that wait for the MTP head
 # token counts of captured verification steps: matmuls use decode tiles up to 16 rows (`kernels.triton.product_tiles`)
 GUESS_BUCKETS = (2, 3, 4, 8, 16)
@@ -405,9 +404,13 @@ class Memory:
             terms["activations"] = max(terms["activations"], theirs["activations"] + gathered)
             if self.drafter.facts.dflash is not None:
                 width = 4 if self.dtype == "float32" else 2
-                rows = min(self.rows, ctx) + 2 * TAPPED_ROWS + WAITING_ROWS * self.options.max_parallel
+                rows = min(self.rows, ctx) + 2 * READ_AT_ONCE + WAITING_ROWS * self.options.max_parallel
                 taps = len(self.drafter.facts.dflash.taps)
                 terms["activations"] += rows * taps * self.facts.hidden_size * width
+                if self.graph_buckets:  # block tables of its own passes
+                    blocks = max(2, min(self.options.max_parallel, CROWD)) * self.drafter.facts.dflash.block
+                    pages = -(-self.draft_ctx(ctx) // self.options.page_size)
+                    terms["tables"] += len(self._group_bytes) * blocks * pages * 4
             if "graphs" in theirs:
                 terms["graphs"], terms["tables"] = (terms[name] + theirs[name] for name in ("graphs", "tables"))
             else:

@@ -212,7 +212,7 @@ class Planner:
 
     def _with_heads(self, facts: ModelFacts) -> ModelFacts:
         """The facts without the MTP head, unless the options use it, and with the layers of a DFlash drafter."""
-        if self._drafts is not None and self._drafts.dflash is not None:
+        if self._drafts is not None and self._drafts.dflash is not None and not facts.pooling:
             return replace(without_predictor(facts), drafting=self._drafts.layers)
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
         return facts if is_asked else without_predictor(facts)
@@ -260,7 +260,8 @@ class Planner:
         own, hint = draft.dflash, "give --draft the drafter that was published for this model, or leave it out"
         assert own is not None
         if facts.inputs is not None or facts.streams is not None:
-            raise ConfigError(f"{name} cannot draft for a model with per-layer inputs", "leave --draft out")
+            what = f"{name} cannot draft for a model with per-layer inputs or several residual streams"
+            raise ConfigError(what, "leave --draft out")
         if (draft.hidden_size, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):
             raise ConfigError(
                 f"{name} drafts for a model with {draft.hidden_size:,} hidden units and {draft.vocab_size:,} tokens,"
@@ -269,7 +270,8 @@ class Planner:
             )
         # in transformers, the output of the last layer is normed
         if facts.num_layers - 1 <= own.taps[-1] or own.num_layers not in (0, facts.num_layers):
-            count = own.num_layers or f"more than {own.taps[-1] + 1}"
+            fits = own.num_layers in (0, facts.num_layers)
+            count = f"more than {own.taps[-1] + 1}" if fits else own.num_layers
             what = f"{name} drafts for a model with {count} layers, and this one has {facts.num_layers}"
             raise ConfigError(what, hint)
 

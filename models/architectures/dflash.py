@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_LAYERS, Fields
 
 from .architecture import Architecture
 from .config import Config
@@ -72,7 +72,8 @@ class Dflash(Architecture):
             own.flag("is_causal", own.flag("causal", by_window and window is not None)) for window in windows
         )
         rope = rope if own.flag("is_neox_style", True) else replace(rope, interleaved=True)
-        return _facts(config, rope, context, windows, DFlash(_checked(own, layers), block, mask, causal, count))
+        taps = _checked(own, "target_layer_ids", layers)
+        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal, count))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         """llama.cpp counts the inputs of layers, so the output of layer 1 is its number 2."""
@@ -81,7 +82,7 @@ class Dflash(Architecture):
         if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
             raise keys.fail("target_layers", "must list layer numbers")
         mask = config.general.integer("tokenizer.ggml.mask_token_id", 0, config.vocab_size - 1)
-        taps = _checked(keys, [int(number) - 1 for number in found])
+        taps = _checked(keys, "target_layers", [int(number) - 1 for number in found])
         block = keys.integer("block_size", 2, MAX_BLOCK)
         windows = config.windows()
         # no key says so; only those of z-lab have both kinds of layers
@@ -113,9 +114,9 @@ def _windows(config: HfConfig, own: Fields) -> tuple[int | None, ...]:
     return config.windows(lambda layer: True)
 
 
-def _checked(keys: Fields, layers: list[int]) -> tuple[int, ...]:
-    if not 0 < len(layers) <= MAX_LAYERS or layers != sorted(set(layers)) or not 0 <= layers[0] <= MAX_VOCAB:
-        raise keys.fail("target_layer_ids", "must list different layers of the larger model in order")
+def _checked(keys: Fields, key: str, layers: list[int]) -> tuple[int, ...]:
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= MAX_LAYERS:
+        raise keys.fail(key, "must list different layers of the larger model in order")
     return tuple(layers)
 
 

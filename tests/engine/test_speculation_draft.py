@@ -145,7 +145,7 @@ def test_what_it_cannot_follow_it_leaves_alone():
 class Sells:
     """Guesses sevens and takes its time, as the clock has it."""
 
-    name, deep, at_once, share, kept_bytes = "sells", 4, False, 0.2, 0
+    name, deep, at_once, reach, share, kept_bytes = "sells", 4, False, 10**9, 0.2, 0
 
     def __init__(self, clock, price):
         self.clock, self.price, self.asked = clock, price, 0
