@@ -147,4 +147,4 @@ def test_the_launches_of_a_step_are_those_of_the_code() -> None:
         *(["attention", "decode_split"], ["o", "digits_kernel"], ["o", "gemv_kernel"]),
         *(["mlp", "digits_kernel"], ["mlp", "gemv_kernel"]) * 2,
     ]
-    assert " 368 launches; bytes alone 1.69 ms" in said
+    assert " 368 launches; bytes alone: 1.69 ms" in said

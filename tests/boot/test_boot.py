@@ -165,8 +165,11 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     monkeypatch.setattr("localllm.boot.boot.Meter", lambda device: SimpleNamespace(found={}))
     monkeypatch.setattr("localllm.boot.boot.profile_gpu", profile)
     monkeypatch.setattr("localllm.boot.boot.warm_up", lambda *_: None)
+    let_go: list[int] = []  # engines made before the pages of one were freed
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None)
+    model.forget_pages = lambda: let_go.append(len(made))
     boot = Boot(model, plan, planner, SelfTest())
+    assert let_go == [1] * (ctx is not None)
     assert said in boot.warnings[0] and boot.plan is made[-1]
     assert "speculation auto, 75 % of 8 n-gram tokens, 75 % of 4 draft tokens accepted" in boot.facts_line
     assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
