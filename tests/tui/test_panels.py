@@ -235,7 +235,7 @@ async def test_q_goes_through_the_formats_of_a_model_and_quality_is_shown_where_
         await running.until(lambda: table.row_count == 5)
         await running.until(lambda: "KL 0.03512" in shown(running, "#model-detail"))
         await running.pilot.press("q")
-        await running.until(lambda: "one format only" in shown(running, "#model-detail"))
+        await running.until(lambda: "has only one format" in shown(running, "#model-detail"))
         await running.pilot.press("down", "down", "down")
         await running.until(lambda: "q ▸ Q4_K_M 400 MiB · Q8_0 650 MiB" in shown(running, "#model-detail"))
         await running.pilot.press("q")

@@ -128,7 +128,7 @@ async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else()
         await running.send("long")
         await running.until(lambda: running.answers and running.answers[-1].exchange.text)
         await running.pilot.press("enter", "escape")
-        await running.until(lambda: "stopped · ⏎ goes on" in running.text("#state"))
+        await running.until(lambda: "stopped · ⏎ continues" in running.text("#state"))
         exchange = running.screen.conversation.exchanges[-1]
         before = exchange.text.rstrip()
         running.prompt.text = "  "
