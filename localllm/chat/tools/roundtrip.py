@@ -63,7 +63,7 @@ class ToolSupport:
         return f"{how}, {'cached prefix kept' if self.keeps_prefix else 'cached prefix lost: ' + self.note}"
 
 
-NO_TEMPLATE = ToolSupport("none", False, False, False, False, "it has no chat template")
+NO_TEMPLATE = ToolSupport("none", False, False, False, False, "the model has no chat template")
 
 
 def renders_tools(template: ChatTemplate) -> bool:
