@@ -127,7 +127,7 @@ class OutputRules:
         if tool_use is None or tool_use.choice == "none" or not tool_use.tools:
             return None
         if not self.support.works:
-            why = f"this model's chat template cannot use tools: {self.support.note}"
+            why = f"this model cannot use tools: {self.support.note}"
             raise InvalidRequest(why, "leave out the tools", param="tools")
         return tool_use
 
