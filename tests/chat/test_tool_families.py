@@ -326,7 +326,7 @@ def test_tools_or_a_schema(tokenizer: Tokenizer, child: RenderChild) -> None:
 def test_what_cannot_be_asked(tokenizer: Tokenizer, child: RenderChild) -> None:
     base = OutputRules(tokenizer, None, tokenizer.vocab_size)
     assert not base.support.works and base.support.line.startswith("no: the model has no chat template")
-    with pytest.raises(InvalidRequest, match="no chat template"):
+    with pytest.raises(InvalidRequest, match="base model"):
         base.spec([1], chat=False, tool_use=ToolUse(tuple(TOOLS)))
     assert base.spec([1], chat=False, constraint=Constraint("choice", ["a"])).mask is not None
     strict = (
