@@ -40,7 +40,8 @@ class Ticket:
             return
         self._granted = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait_for(self._granted, left)
+            async with asyncio.timeout(left):  # `wait_for` of Python 3.11 may ignore that the client left
+                await self._granted
         except TimeoutError:
             message = "The deadline passed before generation started."
             raise ApiError(503, message, "timeout_error", "deadline_exceeded") from None

@@ -129,6 +129,23 @@ async def test_a_cancelled_wait_gives_its_place_to_the_next():
     await asyncio.wait_for(waits[1], 1)
 
 
+async def test_a_client_that_leaves_as_its_turn_comes_does_not_go_on():
+    for turns in range(6):  # of the event loop between the grant and the cancellation
+        queue = Admission(1, 9, 0)
+        first = await blocked(queue)
+        ticket = queue.reserve("a", deadline=time.monotonic() + 60)
+        task = asyncio.ensure_future(ticket.granted())
+        await asyncio.sleep(0.01)
+        first.release()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.cancel():
+            await asyncio.wait({task})
+            assert task.cancelled(), turns
+        ticket.release()
+        assert queue.num_reserved == queue.num_running == 0
+
+
 async def test_costs_count_and_a_large_one_is_not_starved():
     queue = Admission(4, 9, 0)
     many = queue.reserve("a", cost=16)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from starlette.requests import Request
 
-from localllm.server.other.kv_events import kv_events
+from localllm.server.other.kv_events import _batches, kv_events
 
 PATH = "/localllm/kv_events"
 
@@ -60,3 +60,20 @@ async def test_a_server_that_drains_ends_the_stream(service):
     async with asyncio.timeout(20):
         await answer(scope, asyncio.Event().wait, send)
     assert pieces[-2:] == [b"data: [DONE]\n\n", b""]
+
+
+async def test_a_reader_that_leaves_as_an_event_comes_is_let_go(service, tiny_llm):
+    for turns in range(8):  # of the event loop between the event and the end
+        batches = _batches(service, tiny_llm)
+        await anext(batches)
+        reading = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0.01)
+        tiny_llm.engine._events._listeners[-1]({"ts": 0.0, "events": []})
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if reading.cancel():
+            await asyncio.wait({reading})
+            assert reading.cancelled(), turns
+        await batches.aclose()
+    await asyncio.to_thread(tiny_llm.generate, [1, 2, 3])  # the engine has left its listeners
+    assert not tiny_llm.engine._events._listeners

@@ -53,7 +53,8 @@ async def _batches(service: Service, llm: LLM) -> AsyncGenerator[bytes]:
     try:
         while not service.is_draining:
             try:
-                item = await asyncio.wait_for(waiting.get(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):  # `wait_for` of Python 3.11 may ignore that the client left
+                    item = await waiting.get()
             except TimeoutError:
                 continue
             if item is None:
