@@ -5,7 +5,7 @@ A fused implementation may inspect `Linear.parts` to see which implementation pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -408,8 +408,14 @@ View = tuple[Tensor, Tensor, Tensor, Tensor]
 Stepped = tuple[Tensor, Tensor, Tensor | None]
 
 
-def forget(prepared: Any, *, pages_only: bool = False) -> None:
-    """Drop the data that fused segments cache with a prepared weight: pages of the last call, and its layer structs."""
-    let_go = getattr(prepared, "forget", None)
-    if let_go is not None:
-        let_go(pages_only)
+def linears_of_calls(calls: Iterable[LayerCall]) -> Iterator[Linear]:
+    """Yield the linear layers of these layers."""
+    return (linear for mixer, ffn, _ in calls for weights in (mixer, ffn) for linear in linears_of(weights))
+
+
+def forget(linears: Iterable[Linear], *, pages_only: bool = False) -> None:
+    """Drop the data that fused segments cache with prepared weights: pages of the last call, and layer structs."""
+    for part in (part for linear in linears for part in linear.parts):
+        let_go = getattr(part.prepared, "forget", None)
+        if let_go is not None:
+            let_go(pages_only)

@@ -15,7 +15,16 @@ from torch import Tensor
 from localllm.checkpoint.mapped_file import bad
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import HeadWeights, LayerCall, Linear, Norm, View, forget, linears_of, nbytes_of
+from localllm.kernels.layer_weights import (
+    HeadWeights,
+    LayerCall,
+    Linear,
+    Norm,
+    View,
+    forget,
+    linears_of_calls,
+    nbytes_of,
+)
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.table import KernelTable
@@ -84,17 +93,11 @@ class AssistantModel:
 
     def forget_pages(self) -> None:
         """As of `Model`."""
-        self._forget(pages_only=True)
+        forget(linears_of_calls(self.calls), pages_only=True)
 
     def forget_layers(self) -> None:
         """As of `Model`."""
-        self._forget()
-
-    def _forget(self, pages_only: bool = False) -> None:
-        for mixer, ffn, _ in self.calls:
-            for linear in (one for weights in (mixer, ffn) for one in linears_of(weights)):
-                for part in linear.parts:
-                    forget(part.prepared, pages_only=pages_only)
+        forget(linears_of_calls(self.calls))
 
 
 def load_assistant(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:

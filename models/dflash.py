@@ -21,7 +21,7 @@ from localllm.kernels.layer_weights import (
     Norm,
     View,
     forget,
-    linears_of,
+    linears_of_calls,
     nbytes_of,
 )
 from localllm.kernels.reference import rms_norm
@@ -77,17 +77,13 @@ class DFlashModel:
 
     def forget_pages(self) -> None:
         """As of `Model`."""
-        self._forget(pages_only=True)
+        for _, _, calls in self.spans:
+            forget(linears_of_calls(calls), pages_only=True)
 
     def forget_layers(self) -> None:
         """As of `Model`."""
-        self._forget()
-
-    def _forget(self, pages_only: bool = False) -> None:
-        for layer in self.layers:
-            for linear in (one for weights in (layer.mixer, layer.ffn) for one in linears_of(weights)):
-                for part in linear.parts:
-                    forget(part.prepared, pages_only=pages_only)
+        for _, _, calls in self.spans:
+            forget(linears_of_calls(calls))
 
 
 def load_dflash(checkpoint: OpenModel, options: LoadOptions, target: Model) -> DFlashModel:

@@ -26,6 +26,7 @@ from localllm.kernels.layer_weights import (
     View,
     forget,
     linears_of,
+    linears_of_calls,
     nbytes_of,
 )
 from localllm.kernels.mixers import norm_rows
@@ -305,10 +306,8 @@ class Model:
     def forget_pages(self) -> None:
         """Drop the references that fused kernels hold to the KV cache they used last."""
         for calls in (self._calls, () if self.predictor is None else self.predictor.calls):
-            linears = (one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w))
-            for linear in linears if self._cut is not None else islice(linears, 1):
-                for part in linear.parts:
-                    forget(part.prepared, pages_only=True)
+            linears = linears_of_calls(calls)
+            forget(linears if self._cut is not None else islice(linears, 1), pages_only=True)
         self._cut = self.taps = None
         if self.adapters is not None:
             self.adapters.forget(pages_only=True)
@@ -318,9 +317,7 @@ class Model:
         discarded: after `gc.freeze` the garbage collector would not find them.
         """
         calls = (*self._calls, *(() if self.predictor is None else self.predictor.calls))
-        for weights in (*(w for mixer, ffn, _ in calls for w in (mixer, ffn)), self.head):
-            for part in (part for linear in linears_of(weights) for part in linear.parts):
-                forget(part.prepared)
+        forget((*linears_of_calls(calls), *linears_of(self.head)))
         if self.adapters is not None:
             self.adapters.forget()
 
