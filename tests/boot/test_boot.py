@@ -117,7 +117,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
         assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
 
 
-@pytest.mark.parametrize("path", ["smollm2_path", "gemma_path"])
+@pytest.mark.parametrize("path", ["smollm2_path", pytest.param("gemma_path", marks=pytest.mark.slow)])
 def test_real_models_keep_their_kernels(path: str, request: pytest.FixtureRequest) -> None:
     """Scores of gemma3-270m are large: rounding its queries to bfloat16 shows in the self-test."""
     with LLM(request.getfixturevalue(path), ctx=256) as llm:

@@ -84,7 +84,7 @@ FEW = ["int4g-32", "fp4g16", "int4g-zeros-64", "gguf-Q4_K", "fp4g32", "int4g-who
 
 
 @pytest.mark.parametrize("form", [FEW[0], *(pytest.param(form, marks=pytest.mark.slow) for form in FEW[1:])])
-@pytest.mark.parametrize("tokens", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))])
 def test_few_rows_share_the_codes(form: str, tokens: int, device: torch.device) -> None:
     """By both kernels that are candidates, with and without a norm and a gate; 1,152 columns: several rounds."""
     weight = make(form, 10, 1280 if form == "gguf-Q4_K" else 1152)
@@ -207,7 +207,7 @@ def test_dense_rows(form: str, device: torch.device) -> None:
     assert torch.equal(slab.cpu(), dequantize(weight)[3:9])
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "form",
     ["int4g-zeros-64", "dense-bf16", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp4g16", "gguf-Q6_K"))],
