@@ -122,13 +122,15 @@ def delta_rule(
     cu_query_lens: Tensor,
     tiled: bool = False,
 ) -> Tensor:
-    """Gated delta rule, token by token: S = exp(decay) S; S = S + beta (v - S k) kᵀ; y = S q.
+    """Gated delta rule, token by token: S = S exp(decay); S = S + beta (v - S k) kᵀ; y = S q.
 
     k and q are L2-normalized, q then scaled by 1 / sqrt(k_dim).
 
     q, k           [num_tokens, num_k_heads, k_dim]     any float type
     v              [num_tokens, num_v_heads, v_dim]
-    decay, beta    float32 [num_tokens, num_v_heads]    decay <= 0
+    decay          float32 [num_tokens, num_v_heads]    <= 0; or one per key channel (Kimi Delta Attention),
+                   [num_tokens, num_v_heads, k_dim]
+    beta           float32 [num_tokens, num_v_heads]
     state          float32 [num_slots, num_v_heads, v_dim, k_dim], modified
     slots          int64 [num_seqs]
     cu_query_lens  int32 [num_seqs + 1]
@@ -138,7 +140,7 @@ def delta_rule(
     heads = v.shape[1]
     q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
     k = _of_heads(unit(k), heads, tiled).unsqueeze(-2)
-    factor, rate = decay.exp()[..., None, None], beta.unsqueeze(-1)
+    factor, rate = decay.exp().view(*v.shape[:2], 1, -1), beta.unsqueeze(-1)
     v, out = v.float(), torch.empty(v.shape, device=v.device)
 
     def advanced(carried: Tensor, at: int | slice) -> Tensor:
@@ -167,30 +169,63 @@ def delta_rule_chunked(
 
     Within a chunk S_t = exp(G_t) S_0 + sum over i <= t of exp(G_t - G_i) u_i k_iᵀ, where G is the cumulative sum of
     the decays and u solves (I + A) u = beta (v - exp(G) S_0 k) with A strictly lower triangular,
-    A[t, i] = beta_t exp(G_t - G_i) k_t·k_i.
+    A[t, i] = beta_t exp(G_t - G_i) k_t·k_i. With a decay per channel, exp(G) multiplies the channels of k and q.
     """
     if v.shape[0] == slots.shape[0]:
         return delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
     heads, out = v.shape[1], torch.empty(v.shape, device=v.device)
     q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
     k = _of_heads(unit(k), heads, tiled).transpose(0, 1)
-    v, decay, beta = v.float().transpose(0, 1), decay.T, beta.T
+    products = _decayed_products if decay.ndim == 3 else _products
+    decay = decay.view(*v.shape[:2], -1).transpose(0, 1)
+    v, beta = v.float().transpose(0, 1), beta.T.unsqueeze(-1)
     for slot, rows in parts(slots, cu_query_lens):
         carried = state[slot]
         for start in range(rows.start, rows.stop, CHUNK):
             at = slice(start, min(start + CHUNK, rows.stop))
-            summed = decay[:, at].cumsum(-1)
-            lower = (summed.unsqueeze(-1) - summed.unsqueeze(-2)).tril_().exp_().tril_()
-            grown, rate = summed.exp().unsqueeze(-1), beta[:, at].unsqueeze(-1)
-            system = (k[:, at] @ k[:, at].mT) * lower * rate
-            wanted = rate * (v[:, at] - grown * (k[:, at] @ carried.mT))
-            solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-            mixed = grown * (q[:, at] @ carried.mT) + ((q[:, at] @ k[:, at].mT) * lower) @ solved
-            out[at] = mixed.transpose(0, 1)
-            rest = (summed[:, -1:] - summed).exp().unsqueeze(-1)
-            carried = carried * grown[:, -1:] + (solved * rest).mT @ k[:, at]
+            queries, keys, rate, logs = q[:, at], k[:, at], beta[:, at], decay[:, at]
+            summed = logs.cumsum(1)
+            grown, rest = summed.exp(), (summed[:, -1:] - summed).exp()
+            system, shares = products(queries, keys, logs)
+            wanted = rate * (v[:, at] - (grown * keys) @ carried.mT)
+            solved = torch.linalg.solve_triangular(system * rate, wanted, upper=False, unitriangular=True)
+            out[at] = ((grown * queries) @ carried.mT + shares @ solved).transpose(0, 1)
+            carried = carried * grown[:, -1:] + solved.mT @ (rest * keys)
         state[slot] = carried
     return out
+
+
+def _products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """k_t·k_i and q_t·k_i times exp(decays of tokens i + 1 to t), 0 for i > t: each [heads, num_tokens, num_tokens].
+
+    decay   [heads, num_tokens, 1]
+    """
+    summed = decay.cumsum(1)
+    lower = (summed - summed.mT).tril_().exp_().tril_()
+    return (k @ k.mT).mul_(lower), (q @ k.mT).mul_(lower)
+
+
+def _decayed_products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """`_products` with a decay per channel, [heads, num_tokens, k_dim].
+
+    exp(-G) overflows, so a pair of tokens meets at the end of a block of 2^n tokens that holds the earlier one and
+    whose successor holds the later one: both are multiplied by a factor of at most 1.
+    """
+    count = q.shape[1]
+    padded = 1 << (count - 1).bit_length()
+    q, k, decay = (torch.nn.functional.pad(part, (0, 0, 0, padded - count)) for part in (q, k, decay))
+    system = torch.zeros(q.shape[0], padded, padded, device=q.device)
+    shares = torch.diag_embed((q * k).sum(-1))
+    block = torch.arange(padded, device=q.device)
+    for level in range(padded.bit_length() - 1):
+        logs = decay.unflatten(1, (-1, 1 << level))
+        since = logs.cumsum(2)
+        left, right = since.exp().flatten(1, 2), k * (since[:, :, -1:] - since).exp().flatten(1, 2)
+        number = block >> level
+        meet = (number.unsqueeze(1) == number + 1) & (number % 2 == 0)
+        system += ((k * left) @ right.mT).mul_(meet)
+        shares += ((q * left) @ right.mT).mul_(meet)
+    return system[:, :count, :count], shares[:, :count, :count]
 
 
 def state_space(
