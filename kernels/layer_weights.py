@@ -179,6 +179,7 @@ class LatentWeights:
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     post_norm: Norm | None = None  # on the output, before the residual
     temperature: tuple[float, int] | None = None  # as in `AttentionWeights`
+    gated: bool = False  # `qkv` ends with one gate per head, whose sigmoid multiplies the head's output
     join: Join | None = None  # for `out`, with tensor parallelism
 
     @property
@@ -193,17 +194,21 @@ class DeltaWeights:
 
     norm: Norm | None
     qkvz: Linear  # rows: query heads, key heads, value heads, then output gates z
-    ba: Linear  # rows: beta (write strength) of all value heads, then a (decay) of all value heads
+    ba: Linear  # rows: beta (write strength) of all value heads, then a (decay) of all value heads or key channels
     out: Linear
     conv: Tensor  # float32 [channels, width]
-    decay: Tensor  # float32 [num_v_heads], below 0
-    dt_bias: Tensor  # float32 [num_v_heads]
+    decay: Tensor  # float32 [num_v_heads]: log decay = decay · softplus(a + dt_bias); below 0
+    dt_bias: Tensor  # float32 [num_v_heads], or [num_v_heads · k_dim] with a decay per key channel
     out_norm: Norm  # over every value head, before its gate
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
     tiled: bool = False  # value head j uses key head j % num_k_heads
+    floor: float | None = None  # below 0: log decay = floor · sigmoid(-decay · (a + dt_bias)) instead
+    sigmoid_gate: bool = False  # gates are sigmoid(z), not silu(z)
+    a_up: Linear | None = None  # the last rows of `ba` -> a
+    z_up: Linear | None = None  # the last rows of `qkvz` -> z
     join: Join | None = None  # for `out`, with tensor parallelism
 
 
@@ -333,13 +338,13 @@ FUSED_ATTENTION = frozenset(
 FUSED_LATENT = frozenset(
     (
         *("norm", "qkv", "q_up", "q_norm", "kv_norm", "k_up", "v_up", "out", "rank", "turned", "scale"),
-        *("interleaved", "post_norm", "temperature"),
+        *("interleaved", "post_norm", "temperature", "gated"),
     )
 )
 FUSED_DELTA = frozenset(
     (
         *("norm", "qkvz", "ba", "out", "conv", "decay", "dt_bias", "out_norm"),
-        *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled"),
+        *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled", "floor", "sigmoid_gate", "a_up", "z_up"),
     )
 )
 FUSED_CONV = frozenset(("norm", "inputs", "out", "conv", "bias", "post_norm"))

@@ -159,15 +159,16 @@ def latent_attention(
     seq_lens: Tensor,
     attend: Callable[..., Tensor] = reference.latent_attention,
 ) -> Tensor:
-    """x + out(latent attention of norm(x)): [num_tokens, hidden], in place.
+    """x + out(latent attention of norm(x), times sigmoid(gate) for gated heads): [num_tokens, hidden], in place.
 
     Absorbed form, without materializing keys and values: `k_up` maps a head's query into latent space, and `v_up` maps
     the weighted sum of latents to the head's output. Prefill and decode therefore sum in the same order.
     """
     cos, sin, block_table, slot_mapping = view
     count, heads, rank, turned = x.shape[0], len(weights.k_up), weights.rank, weights.turned
-    rows, latent = weights.qkv(norm_rows(rms_norm, x, weights.norm)).split(
-        [weights.qkv.out_features - rank - turned, rank + turned], -1
+    asked = weights.qkv.out_features - rank - turned - heads * weights.gated
+    rows, latent, gates = weights.qkv(norm_rows(rms_norm, x, weights.norm)).tensor_split(
+        [asked, asked + rank + turned], -1
     )
     rows = _grown(norm_rows(rms_norm, rows.contiguous(), weights.q_norm), weights, cu_query_lens, seq_lens)
     if weights.q_up is not None:
@@ -176,14 +177,17 @@ def latent_attention(
     still = rows.shape[2] - turned
     kept = norm_rows(rms_norm, latent[:, :rank].contiguous(), weights.kv_norm)
     key = rope(latent[:, rank:].contiguous().unsqueeze(1), cos, sin, weights.interleaved)
+    factors = sigmoid(gates).to(x.dtype) if weights.gated else None
     reference.kv_write(kept.unsqueeze(1), key, pages, slot_mapping)  # the kernels need values as wide as keys
     q = rows.new_empty((count, heads, rank + turned))
     q[..., rank:] = rope(rows[..., still:].contiguous(), cos, sin, weights.interleaved)
     for head, up in enumerate(weights.k_up):
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
     mixed = attend(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
-    values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
-    output = product(weights.out, torch.cat(values, -1), weights.join)
+    values = torch.cat([up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)], -1)
+    if factors is not None:
+        values = (values.unflatten(-1, (heads, -1)) * factors.unsqueeze(-1)).flatten(1)
+    output = product(weights.out, values, weights.join)
     return add_output(rms_norm, x, output, weights.post_norm)
 
 
@@ -204,19 +208,30 @@ def gated_delta(
     slots   int64 [num_seqs]: slot of each sequence's state
     """
     keys, heads, dim = weights.num_k_heads * weights.k_dim, weights.num_v_heads, weights.v_dim
-    normed = norm_rows(rms_norm, x, weights.norm)
-    rows = weights.qkvz(normed)
-    mixed, z = rows.split([2 * keys + heads * dim, heads * dim], -1)
-    b, a = weights.ba(normed).float().chunk(2, -1)
+    normed, channels = norm_rows(rms_norm, x, weights.norm), 2 * keys + heads * dim
+    mixed, z = weights.qkvz(normed).tensor_split([channels], -1)
+    b, a = weights.ba(normed).tensor_split([heads], -1)
+    z = z if weights.z_up is None else weights.z_up(z.contiguous())
+    a = a if weights.a_up is None else weights.a_up(a.contiguous())
     mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
     q, k, v = mixed.split([keys, keys, heads * dim], -1)
     of_keys, of_values = (-1, weights.num_k_heads, weights.k_dim), (-1, heads, dim)
     qkv = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
-    decay = softplus(a + weights.dt_bias).mul_(weights.decay)
-    y = delta_rule(*qkv, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
+    y = delta_rule(*qkv, log_decay(a, weights), sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
-    gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
+    gated = y.mul_(sigmoid(z)) if weights.sigmoid_gate else silu_mul(torch.cat([z.float(), y], -1))
+    gated = gated.to(x.dtype)
     return x.add_(product(weights.out, gated, weights.join))
+
+
+def log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
+    """The log decays of `delta_rule`: float32 [num_tokens, num_v_heads], or with a decay per key channel [..., k_dim]."""
+    given, decay = a.float() + weights.dt_bias, weights.decay
+    if given.shape[-1] > weights.num_v_heads:
+        given, decay = given.unflatten(-1, (weights.num_v_heads, -1)), decay.unsqueeze(-1)
+    if weights.floor is None:
+        return softplus(given).mul_(decay)
+    return sigmoid(given.mul_(-decay)).mul_(weights.floor)
 
 
 def short_conv(

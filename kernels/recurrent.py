@@ -82,7 +82,7 @@ def unit(x: Tensor) -> Tensor:
     return wide * (wide * wide).sum(-1, keepdim=True).add_(1e-6).sqrt_().reciprocal_()
 
 
-def _of_heads(x: Tensor, count: int, tiled: bool) -> Tensor:
+def of_heads(x: Tensor, count: int, tiled: bool) -> Tensor:
     """[num_tokens, key heads, dim] -> [num_tokens, count, dim]: repeat key heads to match `count` value heads."""
     ratio = count // x.shape[1]
     if ratio == 1:
@@ -138,8 +138,8 @@ def delta_rule(
     returns        float32 [num_tokens, num_v_heads, v_dim]
     """
     heads = v.shape[1]
-    q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
-    k = _of_heads(unit(k), heads, tiled).unsqueeze(-2)
+    q = of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
+    k = of_heads(unit(k), heads, tiled).unsqueeze(-2)
     factor, rate = decay.exp().view(*v.shape[:2], 1, -1), beta.unsqueeze(-1)
     v, out = v.float(), torch.empty(v.shape, device=v.device)
 
@@ -174,8 +174,8 @@ def delta_rule_chunked(
     if v.shape[0] == slots.shape[0]:
         return delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
     heads, out = v.shape[1], torch.empty(v.shape, device=v.device)
-    q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
-    k = _of_heads(unit(k), heads, tiled).transpose(0, 1)
+    q = of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
+    k = of_heads(unit(k), heads, tiled).transpose(0, 1)
     products = _decayed_products if decay.ndim == 3 else _products
     decay = decay.view(*v.shape[:2], -1).transpose(0, 1)
     v, beta = v.float().transpose(0, 1), beta.T.unsqueeze(-1)
@@ -243,7 +243,7 @@ def state_space(
     returns        float32 [num_tokens, num_heads, head_dim]
     """
     heads, out = x.shape[1], torch.empty(x.shape, device=x.device)
-    b, c = (_of_heads(part.float(), heads, tiled=False).unsqueeze(-2) for part in (b, c))
+    b, c = (of_heads(part.float(), heads, tiled=False).unsqueeze(-2) for part in (b, c))
     scaled, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
 
     def advanced(carried: Tensor, at: int | slice) -> Tensor:

@@ -32,7 +32,7 @@ from localllm.quant import dequantize
 
 from .architectures.facts import linear_shapes, vector_shapes
 from .architectures.layers import APART_NORMS, Dense, Experts, Norms
-from .architectures.mixers import EXPANDED, Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
+from .architectures.mixers import EXPANDED, Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, ShortConv
 from .model import DecoderLayer
 from .placement import expert_of, split
 from .reader import Reader
@@ -253,6 +253,7 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
         interleaved=facts.rope.interleaved,
         post_norm=layer.norm_if(layer.norms.after_mixer),
         temperature=_temperature(layer, facts),
+        gated=facts.gated,
     )
 
 
@@ -300,6 +301,28 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
         k_dim=facts.k_dim,
         v_dim=facts.v_dim,
         tiled=facts.tiled,
+    )
+
+
+def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
+    rate = layer.vector("linear_attn.A_log").flatten()
+    ups = {"a_up": ("kda_up", "linear_attn.f_b_proj"), "z_up": ("kda_up", "linear_attn.g_b_proj")}
+    return DeltaWeights(
+        norm=layer.norm_if(layer.norms.before_mixer),
+        qkvz=layer.linear("qkvz", *facts.inputs),
+        ba=layer.linear("ba", *facts.rates),
+        **layer.joined("o", "linear_attn.out_proj"),
+        conv=torch.cat([layer.vector(name) for name in facts.convs]),
+        decay=-(rate.exp() if facts.log_decay else rate.abs()),  # GGUF stores exp(A_log) with either sign
+        dt_bias=layer.vector("linear_attn.dt_bias"),
+        out_norm=Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps),
+        num_k_heads=facts.num_k_heads,
+        num_v_heads=facts.num_v_heads,
+        k_dim=facts.k_dim,
+        v_dim=facts.v_dim,
+        floor=facts.floor,
+        sigmoid_gate=True,
+        **({name: layer.linear(*given) for name, given in ups.items()} if facts.rank else {}),
     )
 
 
@@ -418,6 +441,7 @@ _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
+    KimiDelta: _kimi_delta,
     ShortConv: _short_conv,
     Mamba2: _mamba,
     Dense: _dense,

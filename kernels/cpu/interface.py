@@ -11,7 +11,7 @@ from ..kv_pages import KV_DTYPES, KVPages
 from ..state_slots import StateSlots
 
 PAGES = struct.Struct("@4P5q")  # `kv_pages`; packing bytes for every call is cheaper than a ctypes structure
-DELTA = struct.Struct("@9P6q")  # `delta_job`
+DELTA = struct.Struct("@10P6q")  # `delta_job`
 SPACE = struct.Struct("@9P5q")  # `space_job`
 ATTENTION = struct.Struct("@6P4q2f2q")  # `ll_attention_args` is PAGES followed by this
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES followed by this
@@ -142,7 +142,7 @@ class CLatentLayer(ctypes.Structure):
     """`ll_latent_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads rank turned still value interleaved"),
+        *_each(c_int64, "hidden num_heads rank turned still value interleaved gated"),
         *_each(CNorm, "norm q_norm kv_norm post_norm"),
         *_each(CLinear, "qkv q_up out"),
         *_each(c_void_p, "k_up v_up"),
@@ -159,9 +159,10 @@ class CDeltaLayer(ctypes.Structure):
     """`ll_delta_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled"),
+        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled wide sigmoid_gate"),
+        ("floor", c_double),
         *_each(CNorm, "norm out_norm"),
-        *_each(CLinear, "inputs rates out"),
+        *_each(CLinear, "inputs rates out a_up z_up"),
         ("conv", CConv),
         *_each(c_void_p, "decay dt_bias"),
     ]

@@ -10,6 +10,7 @@
 
 typedef struct {
     int64_t hidden, num_heads, rank, turned, still, value, interleaved;
+    int64_t gated; /* `qkv` ends with one gate per head, whose sigmoid multiplies the head's output */
     ll_norm norm, q_norm, kv_norm, post_norm;
     ll_linear_op qkv, q_up, out;         /* q_up without parts: absent */
     const ll_linear_op *k_up, *v_up;     /* [num_heads] */
@@ -33,13 +34,16 @@ typedef struct {
     int32_t *starts, *lens; /* cu_query_lens and seq_lens for these tokens */
 } latent_room;
 
+/* Elements of a token's queries, or of their latent. */
+INLINE int64_t queries_of(const ll_latent_layer *l) { return l->qkv.n - l->rank - l->turned - (l->gated ? l->num_heads : 0); }
+
 /* Stores latents and the RoPE parts of the keys. */
 static void latent_keys(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const latent_room *r = arg;
     const ll_latent_layer *l = r->l;
-    const int64_t of_q = l->qkv.n - l->rank - l->turned, half = r->s->half;
+    const int64_t of_q = queries_of(l), half = r->s->half;
     const kv_pages *pages = &r->s->cache.pages;
     kv_pages turned = *pages;
     float kept[DIM_MAX], key[TURNED_MAX];
@@ -83,6 +87,19 @@ static void turn_round(float *by_head, float *by_token, int64_t m, int64_t heads
             float *first = by_head + (h * m + i) * size, *second = by_token + (i * heads + h) * stride;
             if (back) memcpy(first, second, (size_t)size * 4);
             else memcpy(second, first, (size_t)size * 4);
+        }
+}
+
+/* Multiplies the heads' outputs by the sigmoids of their gates. */
+static void gate_heads(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const latent_room *r = arg;
+    const int64_t heads = r->l->num_heads, size = r->l->value;
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < heads; h++) {
+            const float factor = sigmoid(vf_set1(r->made[(i + 1) * r->l->qkv.n - heads + h]))[0];
+            for (int64_t d = 0; d < size; d++) r->queries[(i * heads + h) * size + d] *= factor;
         }
 }
 
@@ -134,6 +151,7 @@ static int latent_rows(latent_room *r, const ll_attention_args *given, float *x)
     turn_round(r->met, r->attended, m, heads, l->rank, l->rank, 1);
     if (by_head(r, l->v_up, r->met, l->rank, r->apart)) return -1;
     turn_round(r->apart, r->queries, m, heads, l->value, l->value, 0);
+    if (l->gated) run_tokens(gate_heads, r);
     float *spare = (float *)scratch(2, m * l->hidden * 4);
     return spare ? linear_onto(&l->out, &l->post_norm, r->queries, m, x, spare) : -1;
 }
@@ -141,7 +159,7 @@ static int latent_rows(latent_room *r, const ll_attention_args *given, float *x)
 static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)
 {
     const int64_t most = s->num_tokens < LATENT_ROWS ? s->num_tokens : LATENT_ROWS, heads = l->num_heads;
-    const int64_t of_q = l->qkv.n - l->rank - l->turned, asked = l->still + l->turned;
+    const int64_t of_q = queries_of(l), asked = l->still + l->turned;
     const int64_t single = l->still > l->value ? l->still : l->value, query = asked > l->value ? asked : l->value;
     const int64_t each[8] = {l->hidden, l->qkv.n, of_q, heads * query, heads * single, heads * l->rank, heads * (l->rank + l->turned),
                              heads * l->rank};

@@ -96,13 +96,15 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
 def delta_layer(w: DeltaWeights) -> Layer | None:
     """`ll_delta_layer`."""
     kept: list[Any] = []
-    parts = w.qkvz.parts + w.ba.parts
+    parts, wide = w.qkvz.parts + w.ba.parts, w.dt_bias.shape[0] > w.num_v_heads
     apart = len(parts) > PARTS or w.qkvz.additions is not None or w.ba.additions is not None
+    apart = apart or wide or w.z_up is not None
     inputs = _linear(w.qkvz if apart else Linear(parts), kept)
     rates, out = _linear(w.ba, kept) if apart else CLinear(), _linear(w.out, kept)
+    a_up, z_up = (CLinear() if one is None else _linear(one, kept) for one in (w.a_up, w.z_up))
     conv = _conv(w.conv, None, kept)
-    known = has_only(w, FUSED_DELTA) and conv is not None
-    if inputs is None or rates is None or out is None or w.norm is None or not known:
+    known = has_only(w, FUSED_DELTA) and conv is not None and (not wide or w.num_k_heads == w.num_v_heads)
+    if inputs is None or rates is None or out is None or a_up is None or z_up is None or w.norm is None or not known:
         return None
     struct = CDeltaLayer(
         hidden=w.norm.weight.shape[0],
@@ -111,11 +113,16 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
         k_dim=w.k_dim,
         v_dim=w.v_dim,
         tiled=w.tiled,
+        wide=wide,
+        sigmoid_gate=w.sigmoid_gate,
+        floor=w.floor or 0.0,
         norm=_norm(w.norm, kept),
         out_norm=_norm(w.out_norm, kept),
         inputs=inputs,
         rates=rates,
         out=out,
+        a_up=a_up,
+        z_up=z_up,
         conv=conv,
         decay=_vector(w.decay, kept),
         dt_bias=_vector(w.dt_bias, kept),
@@ -161,7 +168,7 @@ def latent_layer(w: LatentWeights) -> Layer | None:
     k_up, v_up = ((CLinear * heads)(*each) for each in (ups[:heads], ups[heads:]))
     kept += [k_up, v_up]
     queries = w.qkv if w.q_up is None else w.q_up
-    rows = queries.out_features - (w.rank + w.turned if w.q_up is None else 0)
+    rows = queries.out_features - (w.rank + w.turned + heads * w.gated if w.q_up is None else 0)
     struct = CLatentLayer(
         hidden=w.norm.weight.shape[0],
         num_heads=heads,
@@ -170,6 +177,7 @@ def latent_layer(w: LatentWeights) -> Layer | None:
         still=rows // heads - w.turned,
         value=w.v_up[0].out_features,
         interleaved=w.interleaved,
+        gated=w.gated,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         kv_norm=_norm(w.kv_norm, kept),

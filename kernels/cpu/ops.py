@@ -149,9 +149,12 @@ def delta_rule(
         raise ValueError("the state of each slot must be contiguous")
     unit = recurrent.unit(q).mul_(q.shape[-1] ** -0.5), recurrent.unit(k)
     inputs = [part.contiguous() for part in (*unit, _checked(v, "v"), decay.exp(), beta)]
+    # a decay per channel: what is read is the decayed state, so the keys are multiplied by the decays instead
+    read = recurrent.of_heads(unit[1], v.shape[1], tiled) * inputs[3] if decay.ndim == 3 else None
     slots, starts = slots.contiguous(), cu_query_lens.contiguous()
     out = torch.empty(v.shape)
-    places = (part.data_ptr() for part in (*inputs, _checked(state, "state"), out, slots, starts))
+    after = (part.data_ptr() for part in (_checked(state, "state"), out, slots, starts))
+    places = (*(part.data_ptr() for part in inputs), 0 if read is None else read.data_ptr(), *after)
     sizes = state.stride(0), k.shape[1], v.shape[1], k.shape[2], v.shape[2], int(tiled)
     lib().ll_delta_rule(DELTA.pack(*places, *sizes), slots.shape[0])
     return out

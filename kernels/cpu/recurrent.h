@@ -13,6 +13,7 @@
 
 typedef struct {
     const float *q, *k, *v, *factor, *beta; /* [tokens][heads][dim]; [tokens][v_heads] */
+    const float *read;                      /* NULL, or with a factor per key channel: k * factor, both [tokens][v_heads][k_dim] */
     float *state, *y;                       /* state: [slots][v_heads][v_dim][k_dim], slots `stride` floats apart */
     const int64_t *slots;
     const int32_t *starts;
@@ -67,12 +68,12 @@ INLINE void read_rows(const float *s, const float *k, int64_t dim, row_sums *to,
     }
 }
 
-/* S = factor S + x k^T, then S q. */
-INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, float factor, const float *x, row_sums *to, int first,
-                      const int rows)
+/* S = factor S + x k^T, then S q. `wide`: a factor per column of S. */
+INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, const float *factor, const int wide, const float *x, row_sums *to,
+                      int first, const int rows)
 {
     const int64_t whole = dim / VW * VW;
-    const vf grows = vf_set1(factor);
+    const vf same = vf_set1(*factor);
     vf sum[ABREAST], given[ABREAST];
     for (int r = 0; r < rows; r++) {
         sum[r] = vf_set1(0.0f);
@@ -80,7 +81,7 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
     }
     s += first * dim;
     for (int64_t i = 0; i < whole; i += VW) {
-        const vf key = vf_load(k + i), query = vf_load(q + i);
+        const vf key = vf_load(k + i), query = vf_load(q + i), grows = wide ? vf_load(factor + i) : same;
         for (int r = 0; r < rows; r++) {
             const vf now = vf_fma(vf_load(s + r * dim + i), grows, key * given[r]);
             vf_store(s + r * dim + i, now);
@@ -90,7 +91,7 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
     for (int r = 0; r < rows; r++) {
         float rest = 0.0f;
         for (int64_t i = whole; i < dim; i++) {
-            s[r * dim + i] = s[r * dim + i] * factor + k[i] * x[first + r];
+            s[r * dim + i] = s[r * dim + i] * factor[wide ? i : 0] + k[i] * x[first + r];
             rest += s[r * dim + i] * q[i];
         }
         to->of[first + r] = sum[r];
@@ -108,8 +109,9 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
 /* A head's tokens; strides are in floats. */
 typedef struct {
     const float *q, *k, *v, *factor, *beta; /* [tokens][k_dim], [tokens][v_dim], [tokens] */
+    const float *read;                      /* NULL, or with a factor per key channel: k * factor, both [tokens][k_dim] */
     float *y;                               /* layout of v */
-    int64_t k_stride, v_stride, rate_stride, k_dim, v_dim;
+    int64_t k_stride, v_stride, rate_stride, wide_stride, k_dim, v_dim; /* wide_stride: of `read` and its factors */
 } delta_tokens;
 
 /* Advances `count` rows of a head from `row` on through the tokens [begin, end). */
@@ -119,14 +121,17 @@ static void delta_run(const delta_tokens *j, float *s, int64_t row, int count, i
     row_sums sums;
     memset(&sums, 0, sizeof sums);
     for (int64_t t = begin; t < end; t++) {
-        const float *k = j->k + t * j->k_stride, *q = j->q + t * j->k_stride, factor = j->factor[t * j->rate_stride];
+        const float *k = j->k + t * j->k_stride, *q = j->q + t * j->k_stride;
+        const float *factor = j->factor + t * (j->read ? j->wide_stride : j->rate_stride), *read = j->read ? j->read + t * j->wide_stride : k;
         float missing[VW];
-#define READ(N) read_rows(s, k, dim, &sums, first, N)
+#define READ(N) read_rows(s, read, dim, &sums, first, N)
         EACH_ROW(READ);
-        const vf wanted = load_some(j->v + t * j->v_stride + row, count) - sums_of_rows(&sums) * factor;
-        vf_store(missing, wanted * j->beta[t * j->rate_stride]);
-#define LEARN(N) step_rows(s, k, q, dim, factor, missing, &sums, first, N)
-        EACH_ROW(LEARN);
+        const vf seen = j->read ? sums_of_rows(&sums) : sums_of_rows(&sums) * *factor;
+        vf_store(missing, (load_some(j->v + t * j->v_stride + row, count) - seen) * j->beta[t * j->rate_stride]);
+#define LEARN(N) step_rows(s, k, q, dim, factor, 0, missing, &sums, first, N)
+#define LEARN_WIDE(N) step_rows(s, k, q, dim, factor, 1, missing, &sums, first, N)
+        if (j->read) EACH_ROW(LEARN_WIDE);
+        else EACH_ROW(LEARN);
         const vf y = sums_of_rows(&sums);
         memcpy(j->y + t * j->v_stride + row, &y, (size_t)count * 4);
     }
@@ -150,8 +155,9 @@ static void delta_heads(void *arg, int64_t begin, int64_t end, int thread)
         const int64_t sequence = i / j->v_heads, head = i % j->v_heads, first = j->starts[sequence];
         const int64_t of = j->tiled ? head % j->k_heads : head / (j->v_heads / j->k_heads);
         const int64_t keys = first * k_stride + of * j->k_dim, values = first * v_stride + head * j->v_dim, rates = first * j->v_heads + head;
-        const delta_tokens tokens = {j->q + keys, j->k + keys, j->v + values, j->factor + rates, j->beta + rates, j->y + values,
-                                     k_stride, v_stride, j->v_heads, j->k_dim, j->v_dim};
+        const delta_tokens tokens = {j->q + keys, j->k + keys, j->v + values, j->factor + (j->read ? rates * j->k_dim : rates), j->beta + rates,
+                                     j->read ? j->read + rates * j->k_dim : NULL, j->y + values,
+                                     k_stride, v_stride, j->v_heads, j->v_heads * j->k_dim, j->k_dim, j->v_dim};
         delta_head(&tokens, j->state + j->slots[sequence] * j->stride + head * j->v_dim * j->k_dim, j->starts[sequence + 1] - first);
     }
 }
@@ -176,10 +182,10 @@ static void space_run(const space_tokens *j, float *s, int64_t row, int count, i
     row_sums sums;
     memset(&sums, 0, sizeof sums);
     for (int64_t t = begin; t < end; t++) {
-        const float *b = j->b + t * j->b_stride, *c = j->c + t * j->b_stride, factor = j->factor[t * j->rate_stride];
+        const float *b = j->b + t * j->b_stride, *c = j->c + t * j->b_stride, *factor = j->factor + t * j->rate_stride;
         float given[VW];
         vf_store(given, load_some(j->x + t * j->x_stride + row, count) * j->steps[t * j->rate_stride]);
-#define STEP(N) step_rows(s, b, c, dim, factor, given, &sums, first, N)
+#define STEP(N) step_rows(s, b, c, dim, factor, 0, given, &sums, first, N)
         EACH_ROW(STEP);
         const vf y = sums_of_rows(&sums);
         memcpy(j->y + t * j->y_stride + row, &y, (size_t)count * 4);

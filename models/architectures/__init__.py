@@ -6,7 +6,7 @@ model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_a
 
 from .facts import ModelFacts, kv_bytes_per_token
 from .layers import Dense, Experts, LayerFacts, Norms
-from .mixers import Attention, GatedDelta, LatentAttention, Mamba2, RopeFacts
+from .mixers import Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, RopeFacts
 from .model import OpenModel, open_model
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Dense",
     "Experts",
     "GatedDelta",
+    "KimiDelta",
     "LatentAttention",
     "LayerFacts",
     "Mamba2",

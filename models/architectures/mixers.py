@@ -126,6 +126,7 @@ class LatentAttention:
     # up projections are stored per head; those of keys are transposed: they map unrotated queries to the latent space
     by_head: bool = False
     temperature: tuple[float, int] | None = None  # as in `Attention`
+    gated: bool = False  # a head's output is multiplied by the sigmoid of its gate, one number per head
     # options that only `Attention` has
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
@@ -148,13 +149,14 @@ class LatentAttention:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The input modules: query (or its latent), then the KV latent."""
-        return ("self_attn.q_a_proj" if self.query_rank else "self_attn.q_proj"), "self_attn.kv_a_proj_with_mqa"
+        """The input modules: query (or its latent), the KV latent, then the gates."""
+        first = "self_attn.q_a_proj" if self.query_rank else "self_attn.q_proj"
+        return (first, "self_attn.kv_a_proj_with_mqa", *["self_attn.gate_proj"] * self.gated)
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         heads, queries = self.num_heads, self.num_heads * (self.still_dim + self.rope.dim)
-        first, latent = self.inputs
-        shapes = {first: (self.query_rank or queries, hidden), latent: (self.head_dim, hidden)}
+        rows = (self.query_rank or queries, self.head_dim, heads)
+        shapes = {name: (size, hidden) for name, size in zip(self.inputs, rows, strict=False)}
         if self.query_rank:
             shapes["self_attn.q_b_proj"] = (queries, self.query_rank)
         if self.by_head:
@@ -169,14 +171,15 @@ class LatentAttention:
         sizes: dict[str, tuple[int, ...]] = {"self_attn.kv_a_layernorm.weight": (self.rank,)}
         if self.query_rank:
             sizes["self_attn.q_a_layernorm.weight"] = (self.query_rank,)
-        biased = self.inputs[not self.query_rank :] * self.bias + ("self_attn.o_proj",) * self.o_bias
+        biased = self.inputs[not self.query_rank : 2] * self.bias + ("self_attn.o_proj",) * self.o_bias
         shapes = self.linears(hidden)
         return sizes | {f"{name}.bias": shapes[name][:1] for name in biased}
 
     def work(self, hidden: int) -> int:
         """As in `Attention`: queries before and after the latent projection, float32 sums of latents, values."""
         queries = self.num_heads * (self.still_dim + 2 * self.rope.dim + self.rank)
-        return queries + 2 * self.head_dim + self.query_rank + self.num_heads * (2 * self.rank + self.value_dim)
+        latents = 2 * self.head_dim + self.query_rank + self.num_heads * (2 * self.rank + self.value_dim)
+        return queries + latents + 5 * self.num_heads * self.gated
 
     def launches(self, ctx: int) -> int:
         """Kernel launches for one token after `ctx` others if PyTorch runs it.
@@ -203,6 +206,7 @@ class GatedDelta:
     log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
     grouped: bool = False  # inputs of convolution and gates are one module, grouped by key head
     grouped_rates: bool = False  # so are the learning and decay rates of the value heads
+    channel_decay: ClassVar[bool] = False  # a decay per key channel, not per head
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -246,6 +250,53 @@ class GatedDelta:
         heads' outputs with their gates.
         """
         return self.channels + 4 * self.channels + 6 * self.num_v_heads * self.v_dim
+
+
+@dataclass(frozen=True)
+class KimiDelta(GatedDelta):
+    """Kimi Delta Attention (KDA): a gated delta rule with a decay per key channel, and sigmoid output gates.
+
+    Each key head has one value head. Queries, keys and values are stored apart, with their convolutions.
+    """
+
+    rank: int = 0  # decays and gates come from two matrices each, with this many values in between; 0: from one
+    # a log decay is floor · sigmoid(exp(A_log) · x) and cannot be below this; None: -exp(A_log) · softplus(x)
+    floor: float | None = None
+    channel_decay: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(f"linear_attn.{part}_proj" for part in ("q", "k", "v", "g_a" if self.rank else "g"))
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The modules of the heads' learning rates (beta), then of the channels' decays."""
+        return "linear_attn.b_proj", "linear_attn.f_a_proj" if self.rank else "linear_attn.f_proj"
+
+    @property
+    def convs(self) -> tuple[str, ...]:
+        """The weights of the convolutions of queries, keys and values."""
+        return tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        rows = (keys, keys, values, self.rank or values, self.num_v_heads, self.rank or keys)
+        shapes = {name: (size, hidden) for name, size in zip(self.inputs + self.rates, rows, strict=True)}
+        if self.rank:
+            shapes |= {"linear_attn.f_b_proj": (keys, self.rank), "linear_attn.g_b_proj": (values, self.rank)}
+        return shapes | {"linear_attn.out_proj": (hidden, values)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        sizes = {name: (size, self.conv_width) for name, size in zip(self.convs, (keys, keys, values), strict=True)}
+        return sizes | {
+            "linear_attn.A_log": (self.num_v_heads,),
+            "linear_attn.dt_bias": (keys,),
+            "linear_attn.norm.weight": (self.v_dim,),
+        }
+
+    def work(self, hidden: int) -> int:
+        return super().work(hidden) + 5 * self.num_k_heads * self.k_dim + 2 * self.rank
 
 
 @dataclass(frozen=True)
