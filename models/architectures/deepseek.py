@@ -8,6 +8,7 @@ are interleaved in both containers. The layer after the last one is an MTP head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from .facts import ModelFacts
 from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Experts, Fusion, LayerFacts
+from .layers import Dense, Experts, Fusion, LayerFacts
 from .mistral3 import gguf_temperature, hf_temperature
-from .mixers import LatentAttention, RopeFacts
+from .mixers import KimiDelta, LatentAttention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 from .pixtral_vision import row_vision, with_rows
 
@@ -71,9 +72,10 @@ class DeepseekV2(Architecture):
             what = f"is {config.head_dim}, with {rope.dim} elements rotated; both must be the same even number"
             raise keys.fail("qk_rope_head_dim", what)
         interleaved = keys.flag("rope_interleave", True)
-        query_rank = 0 if config.is_null("q_lora_rank") else keys.integer("q_lora_rank", 1, MAX_HIDDEN)
+        whole = config.is_null("q_lora_rank") or keys.raw("q_lora_rank") is None
+        query_rank = 0 if whole else keys.integer("q_lora_rank", 1, MAX_HIDDEN)
         still_dim = keys.integer("qk_nope_head_dim", 1, MAX_HEAD_DIM)
-        attention = _attention(
+        attention = self.attention(
             config, replace(rope, interleaved=interleaved), keys.integer("kv_lora_rank", 2, MAX_HIDDEN),
             still_dim=still_dim,
             value_dim=keys.integer("v_head_dim", 1, MAX_HEAD_DIM),
@@ -81,11 +83,46 @@ class DeepseekV2(Architecture):
             scale=_hf_scale(config, still_dim + rope.dim),
             temperature=hf_temperature(config, rope),
         )  # fmt: skip
+        mixers, dense = self.mixers(config, attention), self.dense_layers(config)
+        layers, predictor = self.layers(config, mixers, dense, self.experts(config, act), config.dense(act))
+        return config.facts(layers, context, predictor=predictor)
+
+    def attention(self, config: Config, rope: RopeFacts, rank: int, **values: Any) -> LatentAttention:
+        """Latent attention with the stored biases; `rank` is the size of a latent."""
+        if not config.causal:
+            raise config.unsupported(f"{config.source} with bidirectional attention (an embedding model)")
+        bias, o_bias = (config.stores(f"self_attn.{name}.bias") for name in ("kv_a_proj_with_mqa", "o_proj"))
+        return LatentAttention(config.num_heads, rank, rope=rope, bias=bias, o_bias=o_bias, **values)
+
+    def mixers(self, config: HfConfig, attention: LatentAttention) -> Sequence[LatentAttention | KimiDelta]:
+        """The mixer of each layer."""
+        return (attention,) * config.num_layers
+
+    def experts(self, config: HfConfig, act: str) -> Experts:
+        """The experts of a layer that is not dense."""
         experts = config.mixture("n_routed_experts", "moe_intermediate_size", act, **self.router(config))
-        experts = _with_shared(experts, keys.integer("n_shared_experts", 1, MAX_EXPERTS))
-        kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-        layers = tuple(kinds[dense] for dense in self.dense_layers(config))
-        return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
+        return _with_shared(experts, config.keys.integer("n_shared_experts", 1, MAX_EXPERTS))
+
+    def limits(self, config: Config) -> Sequence[tuple[float | None, float | None]]:
+        """The limits of routed and of shared experts, for each layer and for the MTP head."""
+        return ((None, None),) * (config.num_layers + 1)
+
+    def layers(
+        self,
+        config: Config,
+        mixers: Sequence[LatentAttention | KimiDelta],
+        dense: Sequence[bool],
+        experts: Experts,
+        plain: Dense,
+    ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
+        """The layers, of which equal ones are one object, and the MTP head, which has latent attention."""
+        limited = [replace(experts, limit=limit, shared_limit=shared) for limit, shared in self.limits(config)]
+        found: dict[LayerFacts, LayerFacts] = {}
+        for_layer = zip(mixers, dense, limited[: config.num_layers], strict=True)
+        made = (LayerFacts(mixer, plain if is_dense else mixture) for mixer, is_dense, mixture in for_layer)
+        layers = tuple(found.setdefault(layer, layer) for layer in made)
+        attention = next((mixer for mixer in mixers if isinstance(mixer, LatentAttention)), None)
+        return layers, LayerFacts(attention, limited[-1], fusion=Fusion())
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
         """The rotation of the rotated part of a head, and the context length."""
@@ -106,8 +143,21 @@ class DeepseekV2(Architecture):
         dense = config.keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
         return [layer < dense for layer in range(config.num_layers)]
 
+    def gguf_rope(self, config: GgufConfig) -> tuple[RopeFacts, int]:
+        """As `rope`, from GGUF metadata."""
+        return config.rope(interleaved=True)
+
+    def gguf_mixers(self, config: GgufConfig, attention: LatentAttention) -> Sequence[LatentAttention | KimiDelta]:
+        """As `mixers`, from GGUF metadata."""
+        return (attention,) * config.num_layers
+
+    def gguf_experts(self, config: GgufConfig, dense: int) -> Experts:
+        """As `experts`, from GGUF metadata; `dense` is the number of dense layers, which come first."""
+        shared = config.keys.integer("expert_shared_count", 1, MAX_EXPERTS)
+        return _with_shared(_gguf_experts(config, dense), shared)
+
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        rope, context = config.rope(interleaved=True)
+        rope, context = self.gguf_rope(config)
         rope, grown = _gguf_yarn(config, rope)
         keys = config.keys
         key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
@@ -115,20 +165,23 @@ class DeepseekV2(Architecture):
             what = f"must be even and less than the key size {key_dim}, not {rope.dim}"
             raise keys.fail("rope.dimension_count", what)
         value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
-        attention = _attention(
+        attention = self.attention(
             config, rope, keys.integer("attention.kv_lora_rank", 2, MAX_HIDDEN),
             still_dim=key_dim - rope.dim,
             value_dim=keys.integer("attention.value_length_mla", 1, MAX_HEAD_DIM, value_dim),
             query_rank=keys.integer("attention.q_lora_rank", 0, MAX_HIDDEN, 0),
             scale=grown**2 / math.sqrt(key_dim),
-            by_head=config.stores_module("self_attn.k_b_proj.0"),
+            by_head=self.stores_by_head(config),
             temperature=gguf_temperature(config, rope, context),
         )  # fmt: skip
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
-        experts = _with_shared(_gguf_experts(config, dense), keys.integer("expert_shared_count", 1, MAX_EXPERTS))
-        kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense())
-        layers = tuple(kinds[layer < dense] for layer in range(config.num_layers))
-        return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
+        mixers, first = self.gguf_mixers(config, attention), [layer < dense for layer in range(config.num_layers)]
+        layers, predictor = self.layers(config, mixers, first, self.gguf_experts(config, dense), config.dense())
+        return config.facts(layers, context, predictor=predictor)
+
+    def stores_by_head(self, config: GgufConfig) -> bool:
+        """Whether the up projections of latents are stored per head."""
+        return any(".attn_k_b." in name for name in config.checkpoint.tensors)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return gguf_names(GGUF_LATENT) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, SHARED)
@@ -210,13 +263,6 @@ class Mistral4(DeepseekV2):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return with_rows(super().names(checkpoint), checkpoint)
-
-
-def _attention(config: Config, rope: RopeFacts, rank: int, **values: Any) -> LatentAttention:
-    if not config.causal:
-        raise config.unsupported(f"{config.source} with bidirectional attention (an embedding model)")
-    bias, o_bias = (config.stores(f"self_attn.{name}.bias") for name in ("kv_a_proj_with_mqa", "o_proj"))
-    return LatentAttention(config.num_heads, rank, rope=rope, bias=bias, o_bias=o_bias, **values)
 
 
 def _router(config: HfConfig, *, groups: bool) -> dict[str, Any]:

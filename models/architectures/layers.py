@@ -77,6 +77,7 @@ class Experts:
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(gate · x)
     bias: bool = False  # of router and experts
     limit: float | None = None  # clamp gate from above, and up on both sides
+    shared_limit: float | None = None  # the same for the shared expert
     # router, experts and shared expert each have their own input norm, and the outputs of the latter two are normed
     # before they are summed
     apart: bool = False

@@ -32,6 +32,7 @@ from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
 from .granite_swa import GraniteSwa
 from .hunyuan import HunYuanDense, HunYuanMoe
+from .kimi_linear import KimiLinear, Ling3
 from .laguna import Laguna
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
@@ -76,6 +77,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     DeepseekV2(),  # the GGUF files of the next two have the same architecture name
     DeepseekV3(),
     Glm4MoeLite(),
+    KimiLinear(),
+    Ling3(),
     Lfm2(),
     Lfm2Moe(),
     Lfm3(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.models.architectures import open_model
@@ -56,6 +57,7 @@ LAGUNA_ROPE = {
     "full_attention": YARN | {"partial_rotary_factor": 0.5},
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
+RENAMED = ("kimi_linear", "bailing_hybrid")  # whose files name tensors differently than the modules of transformers
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
@@ -460,6 +462,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 8, "v_head_dim": 64}
         | {"num_hidden_layers": 2},
     ),
+    "kimi-linear": (
+        "kimi_linear",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (3, 3, 10), "num_hidden_layers": 3, "v_head_dim": 14}
+        | {"kv_lora_rank": 34, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 10}
+        | {"linear_head_dim": 18, "linear_num_heads": 3, "num_local_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 26, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "ling3": (
+        "bailing_hybrid",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 4, 18), "num_hidden_layers": 3, "v_head_dim": 14}
+        | {"kv_lora_rank": 34, "qk_nope_head_dim": 12, "qk_rope_head_dim": 10, "layer_group_size": 2}
+        | {"num_local_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 26, "n_group": 4}
+        | {"topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "granite-hybrid": (
         "granitemoehybrid",
         {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 8), "num_local_experts": 5}
@@ -561,6 +579,10 @@ def tiny_of() -> Callable[..., Tiny]:
                 if key.endswith("layer_scalar"):
                     buffer.fill_(0.5 + float(torch.rand(())))
         tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        if model_type in RENAMED:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                tensors = load_file(Path(folder) / "model.safetensors")
         if getattr(config, "tie_word_embeddings", False):
             del tensors["lm_head.weight"]
         described = json.loads(config.to_json_string(use_diff=False))

@@ -40,6 +40,7 @@ NAMES = (
         "lfm2-moe",
         "lfm3",
         pytest.param("lfm3-plain", marks=pytest.mark.slow),
+        *("kimi-linear", "ling3"),
         *MAMBAS,
         *MORE_MAMBAS,
         *MIXTURES,
