@@ -48,7 +48,7 @@ _ENDS = (
     "<|end_of_text|> <|eom_id|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> [e~["
 )
 # only if they are control tokens: Gemma 3 has </s> as an HTML tag; GLM ends an answer with the next speaker's token
-_ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|>"
+_ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|> <|role_end|>"
 END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FILES = ("tekken.json", "tiktoken.model")  # Mistral's and Moonshot's repositories may have only these

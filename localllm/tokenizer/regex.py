@@ -69,7 +69,7 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     ("bloom poro-chat gpt3-finnish", (_BLOOM,)),
     ("viking", (_BLOOM, r"\p{N}")),
-    ("bailingmoe", (_BAILING,)),
+    ("bailingmoe bailingmoe2 llada-moe", (_BAILING,)),
     ("seed-coder", (rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_WS}",)),
     ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     ("tiny_aya cohere2moe", (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),

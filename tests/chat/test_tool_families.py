@@ -36,6 +36,8 @@ FAMILIES = {
     "templates/gemma3": "generic",
     "tool_templates/qwen_coder": "qwen-coder",
     "tool_templates/glm": "glm",
+    "tool_templates/ling": "ling",
+    "tool_templates/kimi": "kimi-k2",
     "tool_templates/mistral_named": "mistral-named",
     "tool_templates/gemma4": "gemma",
     "tool_templates/function_gemma": "function-gemma",
@@ -113,7 +115,7 @@ LOSES_PREFIX = {"templates/mistral"}  # it writes the ids of calls, which no mod
 MARKS = (
     "<|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|observation|> <think> </think> [INST] [/INST] <|end|> "
     "<|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <|turn> <turn|> <｜User｜> "
-    "<｜Assistant｜>"
+    "<｜Assistant｜> <|role_end|> <|im_system|> <|im_user|> <|im_assistant|> <|im_middle|>"
 )
 Family = tuple[str, ChatTemplate, OutputRules]
 TOOLS = [
@@ -222,6 +224,20 @@ def test_a_call_that_begins_as_the_thinking_tag_does(name: str, tokenizer: Token
     assert verdict.works and verdict.native and verdict.format == name and not verdict.as_text, verdict
 
 
+@pytest.mark.parametrize(("options", "said"), [({}, ("hm", "")), ({"enable_thinking": False}, ("", "hm"))])
+def test_ling_thinks_unless_told_not_to(
+    options: dict[str, bool], said: tuple[str, str], tokenizer: Tokenizer, child: RenderChild
+) -> None:
+    """A call ends its reasoning, closed or not."""
+    template = ChatTemplate(tokenizer, (HERE / "tool_templates/ling.jinja").read_text(), child=child)
+    rules = OutputRules(tokenizer, template, tokenizer.vocab_size)
+    prompt = encode_chat(tokenizer, template.render([QUESTION], tools=TOOLS, **options))
+    spec = rules.spec(prompt, chat=True, tool_use=ToolUse(tuple(TOOLS)))
+    made = told(tokenizer, spec, tokenizer.encode("hm\n<tool_call>now\n</tool_call>", special=True))
+    assert (made.reasoning.strip(), made.text.strip()) == said
+    assert [(call["name"], call["arguments"]) for call in made.tool_calls] == [("now", "{}")]
+
+
 def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer) -> None:
     _, template, rules = family
     prompt = prompt_of(template, rules, tokenizer, [QUESTION])
@@ -286,10 +302,12 @@ def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokeniz
     thoughts = {
         "templates/qwen3": "<think>\nhm\n</think>\n\n",
         "tool_templates/glm": "<think>hm</think>\n",
+        "tool_templates/ling": "hm</think>",
         "tool_templates/harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         "<|channel|>final<|message|>",
     }
-    for thought in {thoughts.get(name, ""), "" if name != "tool_templates/harmony" else thoughts[name]}:
+    must_think = name in ("tool_templates/harmony", "tool_templates/ling")
+    for thought in {thoughts.get(name, ""), thoughts[name] if must_think else ""}:
         mask = spec.mask.fork()
         ids = tokenizer.encode(thought + '{"a": true}', special=True)
         for index in ids:

@@ -196,6 +196,12 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
          '</atem:invoke>\n</atem:function_calls>', "", [("get_weather", '{"city": "5"}')]),
         ("glm-inline", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>5\n</arg_value><arg_key>days</arg_key><arg_value>3"
          "</arg_value></tool_call><tool_call>now</tool_call>", "", [("get_weather", '{"city": "5\\n", "days": 3}'), ("now", "{}")]),
+        ("ling", "Let me see.\n<tool_call>get_weather<arg_key>city</arg_key>\n<arg_value>K\n öln</arg_value><arg_key>where</arg_key>\n"
+         '<arg_value>{"lat": 1.5, "in": [{"a": null}]}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>', "Let me see.",
+         [("get_weather", '{"city": "K\\n öln", "where": {"lat": 1.5, "in": [{"a": null}]}}'), ("now", "{}")]),
+        ("ling", "<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>5</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3"
+         r"</arg_value></tool_call><tool_call>get_weather\n<arg_key>city</arg_key><arg_value>\n</arg_value></tool_call>", "",
+         [("get_weather", '{"city": "5", "days": 3}'), ("get_weather", r'{"city": "\\n"}')]),
         ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
         ("ernie", f'<response>\nIt is.\n</response>\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', "It is.", [("get_weather", PARIS)]),
         ("ernie", "<response>\n<response in> a\n\nb\n</response>", "<response in> a\n\nb", []),
@@ -437,6 +443,8 @@ def test_formats_are_found_in_templates() -> None:
         "<tool_call>\n<function=": "qwen-coder",
         "<tool_call>{{ name }}<arg_key>": "glm",
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>": "glm-inline",
+        "<role>ASSISTANT</role> <tool_call>{function-name}\\n<arg_key>": "ling",
+        '<role>ASSISTANT</role> <tool_call>\\n{"name": ': "hermes",
         "[TOOL_CALLS] [": "mistral",
         "[TOOL_CALLS]{{ name }}[ARGS]": "mistral-named",
         "<|tool_call>call:<tool_call|>": "gemma",

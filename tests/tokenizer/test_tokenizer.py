@@ -279,6 +279,8 @@ def test_pre_tokenizers_cut_as_published() -> None:
     assert pieces("qwen2", SAMPLE)[:19] == [*head, *"12345678", *tail]
     assert pieces("gpt-4o", SAMPLE)[:4] == ["Hello", " WORLD's", " isn't", " "]
     assert pieces("kimi-k2", "Es ist日本語 isn't 1234\n") == ["Es", " ist", "日本語", " isn't", " ", "123", "4", "\n"]
+    for name in ("bailingmoe", "bailingmoe2", "llada-moe"):
+        assert pieces(name, "ISN'T 12\n\n x") == ["ISN", "'T", " ", "1", "2", "\n\n", " x"]
     assert pieces("minicpm5", "Es isn't 1234\n") == ["Es", " isn", "'t", " ", "123", "4", "\n"]
     assert pieces("smollm", "a  12")[:4] == ["a", "  ", "1", "2"]
     assert pieces("gpt-2", "a  12") == ["a", " ", " 12"]
@@ -357,6 +359,7 @@ def test_gemma4_vocabularies() -> None:
         ([("<｜end▁of▁sentence｜>", 3), ("[EOS]", 4)], ["<｜end▁of▁sentence｜>"]),
         ([("<|user|>", 3), ("<|observation|>", 3)], ["<|observation|>", "<|user|>"]),
         ([("<|user|>", 1)], []),
+        ([("<|role_end|>", 3), ("<|endoftext|>", 3)], ["<|endoftext|>", "<|role_end|>"]),
     ],
 )
 def test_what_ends_a_turn(texts: list[tuple[str, int]], ends: list[str]) -> None:

@@ -192,7 +192,7 @@ class CallReader:
             name = yield from self._called(self._name_end)
         else:
             name, ended = yield from cursor.until(opens, self._end, most=MAX_NAME_CHARS)
-        calls.begin(name)
+        calls.begin(name.strip().removesuffix(r"\n"))  # Ling 3 sometimes spells the line end
         calls.piece("{")
         separator = ""
         while ended != self._end:
