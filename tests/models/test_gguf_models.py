@@ -36,6 +36,8 @@ ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama"}
+ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
+CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
@@ -47,6 +49,11 @@ USUAL = {
     "mlp.router.": "mlp.gate.", "mlp.shared_experts.": "mlp.shared_expert.",
     "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
     "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+KIMI = {  # in order
+    "attention.": "self_attn.", "word_embeddings": "embed_tokens", "block_sparse_moe.": "mlp.", "dense.": "o_proj.",
+    "gate.expert_bias": "gate.e_score_correction_bias", "shared_experts": "shared_expert",
+    ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.",
 }  # fmt: skip
 AFMOE = {
     "router.gate": "gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
@@ -83,6 +90,8 @@ def write_gguf(
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     if config.get("nextn"):
         writer.add_nextn_predict_layers(config["nextn"])
+    if arch in ("kimi-linear", "bailingmoe3"):
+        config, tensors = _kimi(writer, config, tensors)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))
@@ -197,7 +206,7 @@ def write_gguf(
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
         tensors = {name.replace("feed_forward", "mlp"): tensor for name, tensor in tensors.items()}
         tensors = {name: tensor.mT if ".experts." in name else tensor for name, tensor in tensors.items()}
-    if arch in ("deepseek2", "mistral4"):
+    if arch in ("deepseek2", "mistral4", "kimi-linear", "bailingmoe3"):
         tensors = _latent(writer, config, tensors, apart)
     if arch == "dflash":
         writer.add_uint32("dflash.block_size", config["block_size"])
@@ -313,7 +322,7 @@ def _latent(
         writer.add_key_length(still + turned)
         writer.add_value_length(values)
         return tensors
-    writer.add_head_count_kv(1)
+    writer.add_head_count_kv(config.get("kept", 1))
     writer.add_key_length(rank + turned)
     writer.add_value_length(rank)
     writer.add_key_length_mla(still + turned)
@@ -334,6 +343,51 @@ def _latent(
         layer = name.split(".")[2]
         found |= {f"blk.{layer}.attn_k_b.weight": keys.mT, f"blk.{layer}.attn_v_b.weight": rows}
     return found
+
+
+def _kimi(
+    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys of a model with Kimi Delta Attention; its configuration and tensors under the usual names."""
+    ling = config["model_type"] == "bailing_hybrid"
+    names = {"max_position_embeddings": "model_max_length", "n_shared_experts": "num_shared_experts"}
+    names |= {"num_experts_per_tok": "num_experts_per_token", "norm_topk_prob": "moe_renormalize"}
+    usual = {ours: config[theirs] for ours, theirs in names.items()}
+    usual |= {"q_lora_rank": None, "rope_parameters": config.get("rope_parameters") or {"rope_theta": 10_000.0}}
+    usual["rope_parameters"].setdefault("rope_type", "default")
+    kinds = config["layer_types"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if ling:
+        writer.add_float32("bailingmoe3.kda.gate_lower_bound", config["kda_lower_bound"])
+        writer.add_expert_group_count(config["num_expert_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_weights_norm(config["moe_renormalize"])
+        writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"])
+        for key, theirs in CLAMPS.items():
+            if config.get(theirs):
+                writer.add_array(f"bailingmoe3.{key}", config[theirs])
+    found = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in KIMI.items():
+            name = name.replace(theirs, ours)
+        match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", name)
+        kind = kinds[int(match[2])] if match and int(match[2]) < len(kinds) else ""
+        if match and kind == "linear_attention" and "self_attn" in name:
+            name = name.replace("self_attn", "linear_attn").replace("o_norm", "norm").replace("o_proj", "out_proj")
+        elif match and name.endswith("g_proj.weight"):
+            name = name.replace("g_proj", "gate_proj")
+        if name.endswith("A_log"):
+            tensor = (1 if ling else -1) * tensor.exp().reshape(-1, 1)
+        found[name] = tensor.squeeze(1).unsqueeze(1).unsqueeze(0) if "conv1d" in name else tensor
+    for layer in range(len(kinds)):
+        for part in ("gate", "up", "down"):
+            each = [f"model.layers.{layer}.mlp.experts.{i}.{part}_proj.weight" for i in range(config["num_experts"])]
+            if each[0] in found:
+                whole = torch.stack([found.pop(name) for name in each])
+                found[f"blk.{layer}.ffn_{part}_exps.weight"] = whole
+    return config | usual | {"kept": [int(kind == "full_attention") for kind in kinds]}, found
 
 
 def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -571,7 +625,7 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe"]
+NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
