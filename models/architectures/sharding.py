@@ -16,7 +16,7 @@ from localllm.errors import ConfigError
 
 from .facts import ModelFacts, without_predictor
 from .layers import Dense, Experts, LayerFacts
-from .mixers import EXPANDED, Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
+from .mixers import EXPANDED, Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, ShortConv
 from .model import OpenModel
 
 MOST_RANKS = 8
@@ -274,7 +274,7 @@ def _latent(facts: LatentAttention, hidden: int, share: Share) -> tuple[LatentAt
     ranks = pieces(facts.num_heads, share.world)
     heads, shapes = ranks[share.rank], facts.linears(hidden)
     module = "self_attn.q_b_proj" if facts.query_rank else "self_attn.q_proj"
-    own = {module: [_scaled(heads, facts.still_dim + facts.rope.dim)]}
+    own = {module: [_scaled(heads, facts.still_dim + facts.rope.dim)], "self_attn.gate_proj": [heads]}
     own[EXPANDED] = [_scaled(heads, facts.still_dim + facts.value_dim)]
     cuts = _cut(shapes, own)
     if facts.by_head:
@@ -318,6 +318,20 @@ def _gated_delta(facts: GatedDelta, hidden: int, share: Share) -> tuple[GatedDel
     return replace(facts, num_k_heads=len(own), num_v_heads=len(own) * ratio), cuts
 
 
+def _kimi_delta(facts: KimiDelta, hidden: int, share: Share) -> tuple[KimiDelta, dict[str, Cut]]:
+    ranks, shapes = pieces(facts.num_k_heads, share.world), facts.linears(hidden)
+    heads = ranks[share.rank]
+    keys, values = _scaled(heads, facts.k_dim), _scaled(heads, facts.v_dim)
+    of_keys = ("q_proj", "k_proj", "f_proj", "f_b_proj", "q_conv1d.weight", "k_conv1d.weight", "dt_bias")
+    of_values = ("v_proj", "g_proj", "g_b_proj", "v_conv1d.weight")
+    pairs = ((of_keys, keys), (of_values, values), (("b_proj", "A_log"), heads))
+    rows = {f"linear_attn.{name}": [part] for names, part in pairs for name in names}
+    cuts = _cut(shapes | facts.vectors(hidden), rows)
+    columns = [[_scaled(one, facts.v_dim)] for one in ranks]
+    cuts |= _output_cut(shapes, "linear_attn.out_proj", columns, share)
+    return replace(facts, num_k_heads=len(heads), num_v_heads=len(heads)), cuts
+
+
 def _mamba(facts: Mamba2, hidden: int, share: Share) -> tuple[Mamba2, dict[str, Cut]]:
     ranks, of_group = pieces(facts.num_groups, share.world), facts.num_heads // facts.num_groups
     groups = ranks[share.rank]
@@ -357,6 +371,7 @@ _MIXERS: dict[type, Callable[[Any, int, Share], tuple[Any, dict[str, Cut]]]] = {
     Attention: _attention,
     LatentAttention: _latent,
     GatedDelta: _gated_delta,
+    KimiDelta: _kimi_delta,
     Mamba2: _mamba,
     ShortConv: _short_conv,
 }

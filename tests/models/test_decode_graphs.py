@@ -42,7 +42,7 @@ from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
 FORMS = ("eager", "graphs", "device")
-SLOW_GUESSES = [*product(["qwen3", "glm4-moe-lite"], FORMS), ("qwen3.5", "eager"), ("qwen3.5", "device")]
+SLOW_GUESSES = [*product(["qwen3", "glm4-moe-lite", "ling3"], FORMS), ("qwen3.5", "eager"), ("qwen3.5", "device")]
 
 
 def rerun(run: Run) -> Captured:
@@ -167,7 +167,7 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
     assert stats.num_steps < 0.8 * stats.num_output_tokens
 
 
-SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "mistral", "gemma3"], [False, True])]
+SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "ling3", "mistral", "gemma3"], [False, True])]
 
 
 @pytest.mark.parametrize(

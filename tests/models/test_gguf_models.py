@@ -53,6 +53,7 @@ USUAL = {
 KIMI = {  # in order
     "attention.": "self_attn.", "word_embeddings": "embed_tokens", "block_sparse_moe.": "mlp.", "dense.": "o_proj.",
     "gate.expert_bias": "gate.e_score_correction_bias", "shared_experts": "shared_expert",
+    "final_layernorm": "shared_head.norm",
     ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.",
 }  # fmt: skip
 AFMOE = {
@@ -355,7 +356,7 @@ def _kimi(
     usual = {ours: config[theirs] for ours, theirs in names.items()}
     usual |= {"q_lora_rank": None, "rope_parameters": config.get("rope_parameters") or {"rope_theta": 10_000.0}}
     usual["rope_parameters"].setdefault("rope_type", "default")
-    kinds = config["layer_types"]
+    kinds = config["layer_types"] + ["full_attention"] * config.get("nextn", 0)
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_kda_head_dim(config["linear_head_dim"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -373,8 +374,7 @@ def _kimi(
         for theirs, ours in KIMI.items():
             name = name.replace(theirs, ours)
         match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", name)
-        kind = kinds[int(match[2])] if match and int(match[2]) < len(kinds) else ""
-        if match and kind == "linear_attention" and "self_attn" in name:
+        if match and kinds[int(match[2])] == "linear_attention" and "self_attn" in name:
             name = name.replace("self_attn", "linear_attn").replace("o_norm", "norm").replace("o_proj", "out_proj")
         elif match and name.endswith("g_proj.weight"):
             name = name.replace("g_proj", "gate_proj")

@@ -37,8 +37,10 @@ from .test_decode_graphs import answers, engine_of, requests, rerun
 from .test_gguf_models import write_gguf
 
 OURS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+LING = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "shared_head.norm": "final_layernorm"}
+LING |= {"e_score_correction_bias": "expert_bias"}
 slow = pytest.mark.slow
-OTHERS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3")
+OTHERS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "ling3", "deepseek-v3")
 NAMES = ["qwen3.5", *(pytest.param(name, marks=slow) for name in OTHERS)]
 
 
@@ -69,6 +71,9 @@ def with_head(one: Any, name: str) -> tuple[Any, Any]:
             stored = f"mtp.{OURS[module]}.weight" if module in OURS else f"mtp.layers.0.{inner}"
         else:
             stored = f"model.layers.{count}.{inner}".replace("post_norm", "shared_head.norm")
+        if name == "ling3":
+            for ours, theirs in LING.items():
+                stored = stored.replace(ours, theirs)
         tensors[stored] = tensor.detach().clone()
     stated = {"mtp_num_hidden_layers": 1} if name.startswith("qwen3.5") else {"num_nextn_predict_layers": 1}
     return replace(one, config=one.config | stated, tensors=one.tensors | tensors), head
@@ -279,7 +284,7 @@ def copying(one: Any) -> Any:
     """What follows depends mostly on the last token, so that the head, which sees it, is often right."""
     tensors = dict(one.tensors)
     for key, tensor in tensors.items():
-        if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
+        if key.endswith(("o_proj.weight", "out_proj.weight", "dense.weight", "down_proj.weight", "experts.down_proj")):
             tensors[key] = tensor * NOISE
         elif key.endswith(("fc.weight", "eh_proj.weight")):
             tensors[key] = torch.cat([torch.eye(tensor.shape[0]), tensor[:, tensor.shape[0] :] * NOISE], 1)
