@@ -22,7 +22,7 @@ LOGIT_SCALE = 2.5  # standard deviation of the logits, about that of real models
 
 
 class Shape(NamedTuple):
-    """Dimensions of a llama, a qwen3, a mixture of experts or a hybrid."""
+    """Dimensions of a llama, a qwen3, a mixture of experts or a hybrid, with latent attention if `latent` is given."""
 
     hidden: int = HIDDEN
     intermediate: int = INTERMEDIATE
@@ -40,6 +40,9 @@ class Shape(NamedTuple):
     key_heads: int = 16
     value_heads: int = 32
     state: int = 128  # inputs of their heads
+    latent: int = 0  # elements of a KV latent; the delta rules are then Kimi Delta Attention, with a shared expert
+    query_latent: int = 0
+    turned: int = 64  # elements of a query with RoPE, if there are latents
 
 
 REAL = {
@@ -51,6 +54,13 @@ REAL = {
     "qwen3.5-4b": Shape(2560, 9216, 32, 16, 4, 256, "qwen35", True, 32_768, full_every=4),
     # half of its layers
     "qwen3-30b-a3b": Shape(2048, 6144, 24, 32, 4, 128, "qwen3moe", False, 32_768, 128, 8, 768),
+    "ling3-tiny": Shape(
+        1536, 4608, 24, 16, 1, 128, "bailingmoe3", False, 32_768, 128, 8, 512, 4, 16, 16, latent=512, query_latent=256
+    ),
+    # half of its layers
+    "kimi-linear-48b-a3b": Shape(
+        2304, 9216, 14, 32, 1, 128, "kimi-linear", False, 32_768, 256, 8, 1024, 4, 32, 32, latent=512
+    ),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
@@ -99,10 +109,11 @@ class _Writer:
         w.add_embedding_length(s.hidden)
         w.add_feed_forward_length(s.intermediate)
         w.add_head_count(s.heads)
-        w.add_head_count_kv(s.kv_heads)
-        w.add_key_length(s.head_dim)
-        w.add_value_length(s.head_dim)
-        w.add_rope_dimension_count(s.head_dim // 4 if s.full_every else s.head_dim)
+        if not s.latent:
+            w.add_head_count_kv(s.kv_heads)
+            w.add_key_length(s.head_dim)
+            w.add_value_length(s.head_dim)
+            w.add_rope_dimension_count(s.head_dim // 4 if s.full_every else s.head_dim)
         w.add_rope_freq_base(10_000.0)
         w.add_layer_norm_rms_eps(1e-5)
         if s.experts:
@@ -111,7 +122,9 @@ class _Writer:
             w.add_expert_feed_forward_length(s.expert_inner)
         if s.arch == "gpt-oss":
             w.add_sliding_window(128)
-        if s.full_every:
+        if s.latent:
+            self.latent_sizes()
+        elif s.full_every:
             w.add_full_attention_interval(s.full_every)
             w.add_rope_dimension_sections([s.head_dim // 32 + 3, s.head_dim // 32 + 3, s.head_dim // 32 + 2, 0])
             w.add_ssm_conv_kernel(4)
@@ -119,6 +132,30 @@ class _Writer:
             w.add_ssm_group_count(s.key_heads)
             w.add_ssm_time_step_rank(s.value_heads)
             w.add_ssm_inner_size(s.value_heads * s.state)
+
+    def latent_sizes(self) -> None:
+        s, w = self.shape, self.file
+        w.add_head_count_kv([int((layer + 1) % s.full_every == 0) for layer in range(s.layers)])
+        w.add_kv_lora_rank(s.latent)
+        if s.query_latent:
+            w.add_q_lora_rank(s.query_latent)
+        w.add_key_length(s.latent + s.turned)
+        w.add_value_length(s.latent)
+        w.add_key_length_mla(s.head_dim + s.turned)
+        w.add_value_length_mla(s.head_dim)
+        w.add_rope_dimension_count(s.turned)
+        w.add_ssm_conv_kernel(4)
+        w.add_kda_head_dim(s.state)
+        w.add_leading_dense_block_count(1)
+        w.add_expert_shared_count(1)
+        w.add_expert_weights_scale(2.5)
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if s.arch == "bailingmoe3":
+            w.add_expert_weights_norm(True)
+            w.add_expert_group_count(8)
+            w.add_expert_group_used_count(4)
+            w.add_float32("bailingmoe3.kda.gate_lower_bound", -5.0)
+            w.add_bool("bailingmoe3.kda.safe_gate", True)
 
     def matrix(self, name: str, rows: int, columns: int, size: float = 1.0, kind: str = "", experts: int = 0) -> None:
         kind = kind or self.usual
@@ -139,11 +176,14 @@ class _Writer:
         more = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
         self.norm(f"{base}.attn_norm")
         if s.full_every and (layer + 1) % s.full_every:
-            self.delta_rule(base)
+            (self.kimi_delta if s.latent else self.delta_rule)(base)
+        elif s.latent:
+            self.latent_attention(base)
         else:
             self.attention(base, self.better if more else self.usual)
-        self.norm(f"{base}.{'post_attention_norm' if s.full_every or s.arch == 'gpt-oss' else 'ffn_norm'}")
-        if s.experts:
+        late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
+        self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
+        if s.experts and not (s.latent and layer == 0):
             self.experts(base, self.better if more and self.of_experts == self.usual else self.of_experts)
         else:
             self.matrix(f"{base}.ffn_gate", s.intermediate, s.hidden)
@@ -178,12 +218,51 @@ class _Writer:
         self.file.add_tensor(f"{base}.ssm_a", -self.random.uniform(0.5, 8, s.value_heads).astype(np.float32))
         self.norm(f"{base}.ssm_norm", s.state)
 
+    def latent_attention(self, base: str) -> None:
+        s = self.shape
+        rows = s.heads * (s.head_dim + s.turned)
+        if s.query_latent:
+            self.matrix(f"{base}.attn_q_a", s.query_latent, s.hidden)
+            self.norm(f"{base}.attn_q_a_norm", s.query_latent)
+            self.matrix(f"{base}.attn_q_b", rows, s.query_latent)
+        else:
+            self.matrix(f"{base}.attn_q", rows, s.hidden)
+        self.matrix(f"{base}.attn_kv_a_mqa", s.latent + s.turned, s.hidden, kind="Q8_0")
+        self.norm(f"{base}.attn_kv_a_norm", s.latent)
+        self.matrix(f"{base}.attn_k_b", s.latent, s.head_dim, kind="Q8_0", experts=s.heads)
+        self.matrix(f"{base}.attn_v_b", s.head_dim, s.latent, kind="Q8_0", experts=s.heads)
+        self.matrix(f"{base}.attn_output", s.hidden, s.heads * s.head_dim)
+        if s.arch == "bailingmoe3":
+            self.matrix(f"{base}.attn_gate", s.heads, s.hidden, kind="Q8_0")
+
+    def kimi_delta(self, base: str) -> None:
+        s = self.shape
+        inner, ling = s.value_heads * s.state, s.arch == "bailingmoe3"
+        for name in "qkv":
+            self.matrix(f"{base}.attn_{name}", inner, s.hidden)
+            self.vector(f"{base}.ssm_conv1d_{name}.weight", 1, inner, 1, 4, deviation=0.5)
+        for name in "fg":
+            self.matrix(f"{base}.ssm_{name}_a", inner if ling else s.state, s.hidden)
+            if not ling:
+                self.matrix(f"{base}.ssm_{name}_b", inner, s.state, kind="Q8_0")
+        self.matrix(f"{base}.ssm_beta", s.value_heads, s.hidden, kind="Q8_0")
+        rates = self.random.uniform(0.5, 8, (s.value_heads, 1)).astype(np.float32)
+        self.file.add_tensor(f"{base}.ssm_a", rates if ling else -rates)
+        self.vector(f"{base}.ssm_dt.bias", inner, deviation=1.0)
+        self.norm(f"{base}.ssm_norm", s.state)
+        self.matrix(f"{base}.attn_output", s.hidden, inner)
+
     def experts(self, base: str, of_down: str) -> None:
         s = self.shape
         self.vector(f"{base}.ffn_gate_inp.weight", s.experts, s.hidden, deviation=s.hidden**-0.5)
         for name in ("gate", "up"):
             self.matrix(f"{base}.ffn_{name}_exps", s.expert_inner, s.hidden, kind=self.of_experts, experts=s.experts)
         self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
+        if s.latent:
+            self.vector(f"{base}.exp_probs_b.bias", s.experts)
+            for name, shape in (("gate", (s.expert_inner, s.hidden)), ("up", (s.expert_inner, s.hidden))):
+                self.matrix(f"{base}.ffn_{name}_shexp", *shape)
+            self.matrix(f"{base}.ffn_down_shexp", s.hidden, s.expert_inner, kind=of_down)
         if s.arch == "gpt-oss":
             self.vector(f"{base}.ffn_gate_inp.bias", s.experts)
             for name, rows in (("gate", s.expert_inner), ("up", s.expert_inner), ("down", s.hidden)):

@@ -225,7 +225,7 @@ def gated_delta(
 
 
 def log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
-    """The log decays of `delta_rule`: float32 [num_tokens, num_v_heads], or with a decay per key channel [..., k_dim]."""
+    """The log decays of `delta_rule`: float32 [num_tokens, num_v_heads], or [..., k_dim] with one per key channel."""
     given, decay = a.float() + weights.dt_bias, weights.decay
     if given.shape[-1] > weights.num_v_heads:
         given, decay = given.unflatten(-1, (weights.num_v_heads, -1)), decay.unsqueeze(-1)

@@ -306,7 +306,7 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
 
 def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
     rate = layer.vector("linear_attn.A_log").flatten()
-    ups = {"a_up": ("kda_up", "linear_attn.f_b_proj"), "z_up": ("kda_up", "linear_attn.g_b_proj")}
+    a_up, z_up = (layer.linear("kda_up", f"linear_attn.{name}_b_proj") if facts.rank else None for name in ("f", "g"))
     return DeltaWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         qkvz=layer.linear("qkvz", *facts.inputs),
@@ -322,7 +322,8 @@ def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
         v_dim=facts.v_dim,
         floor=facts.floor,
         sigmoid_gate=True,
-        **({name: layer.linear(*given) for name, given in ups.items()} if facts.rank else {}),
+        a_up=a_up,
+        z_up=z_up,
     )
 
 

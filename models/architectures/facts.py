@@ -63,6 +63,7 @@ class ModelFacts:
     assistant: Assistant | None = None  # of models that only draft for a larger one, whose KV cache they read
     dflash: DFlash | None = None  # of models that only draft for a larger one, whose hidden states they read
     drafting: tuple[LayerFacts, ...] = ()  # layers of a DFlash drafter, whose keys and values are in this model's pages
+    flaw: str = ""  # what the file lacks, so that answers are worse
     vision: ImageFacts | None = None  # the vision tower; None: the model reads text only
     vision_flaw: str = ""  # why there is none although an mmproj file is next to the model
     decoded_bytes: int = 0  # additional bytes of weights that are decoded to bfloat16 while loading

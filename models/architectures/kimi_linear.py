@@ -1,24 +1,32 @@
-"""Kimi Linear and Ling 3.0: Kimi Delta Attention, with latent attention (MLA) in every fourth or sixth layer, and experts
-as in DeepSeek V3.
+"""Kimi Linear and Ling 3.0: layers of Kimi Delta Attention (KDA) with some of latent attention (MLA) between them, and
+experts as in DeepSeek V3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONV, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
 
 from .config import Config
 from .deepseek import GGUF_LATENT, DeepseekV3, Glm4MoeLite
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Experts
 from .mixers import KimiDelta, LatentAttention, RopeFacts
 from .names import NameMap, gguf_names, hf_names
 
+FLASH = 42, 2560  # layers and hidden size of Ling 3.0 flash, whose last layers were trained with limits
+OLD = (
+    "the file lacks the limits of the experts in the last layers, so that wrong tokens occur now and then: it was "
+    "converted before August 2026; download a newer one"
+)
 KINDS = ("linear_attention", "full_attention")
 _DELTA = ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj")
 _CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
@@ -50,7 +58,7 @@ class KimiLinear(Glm4MoeLite):
 
     name = "kimi_linear"
     label = "Kimi Linear"
-    hf_types: Mapping[str, Mapping[str, Any]] = {
+    hf_types: ClassVar[dict[str, Mapping[str, Any]]] = {
         "kimi_linear": {
             "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-5,
             "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1024,
@@ -59,7 +67,7 @@ class KimiLinear(Glm4MoeLite):
         }
     }  # fmt: skip
     hf_renamed = _RENAMED
-    hf_classes = ("KimiLinearForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("KimiLinearForCausalLM",)
     gguf_types = ("kimi-linear",)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +133,7 @@ class Ling3(KimiLinear):
 
     name = "bailing_hybrid"
     label = "Ling 3.0"
-    hf_types = {
+    hf_types: ClassVar[dict[str, Mapping[str, Any]]] = {
         "bailing_hybrid": {
             "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128, "rope_theta": 6e6,
             "n_routed_experts": 512, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 768,
@@ -135,13 +143,13 @@ class Ling3(KimiLinear):
         }
     }  # fmt: skip
     hf_renamed = {"head_dim": "linear_head_dim"} | _RENAMED
-    hf_classes = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
+    hf_classes: ClassVar[tuple[str, ...]] = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
     gguf_types = ("bailingmoe3",)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().hf_values(text)
         # transformers' own files have `linear_head_dim` beside a `head_dim` that means something else
-        return found | ({"linear_head_dim": text["linear_head_dim"]} if "linear_head_dim" in text else {})
+        stated = text.get("linear_head_dim")
+        return super().hf_values(text) | ({} if stated is None else {"linear_head_dim": stated})
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
         # `partial_rotary_factor` in its files repeats `qk_rope_head_dim` as a share of another head size
@@ -177,6 +185,11 @@ class Ling3(KimiLinear):
         if isinstance(config, GgufConfig):
             keys = "swiglu_clamp_exp", "swiglu_clamp_shexp"
         return list(zip(*(_limits(config, key) for key in keys), strict=True))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        facts = super().from_gguf(config)
+        limited = config.keys.raw("swiglu_clamp_exp") is not None
+        return facts if limited or (config.num_layers, config.hidden_size) != FLASH else replace(facts, flaw=OLD)
 
     def gguf_rope(self, config: GgufConfig) -> tuple[RopeFacts, int]:
         return DeepseekV3.gguf_rope(self, config)
@@ -224,6 +237,12 @@ def _delta_names(start: str, output: str) -> dict[str, str]:
 def _limits(config: Config, key: str) -> list[float | None]:
     """A limit for each layer and for the MTP head; None where the file has none, null or 0."""
     count, values = config.num_layers + 1, config.keys.raw(key)
-    listed = [] if values is None else [values] * count if isinstance(values, int | float) else list(values)
-    found = [0.0 if value is None else float(value) for value in listed[:count]]
-    return [value or None for value in found + [0.0] * (count - len(found))]
+    listed = [] if values is None else [values] * count if type(values) in (int, float) else values
+    listed = listed.tolist() if isinstance(listed, np.ndarray) else listed
+    if not isinstance(listed, list) or not all(value is None or _is_limit(value) for value in listed):
+        raise config.keys.fail(key, "must list a limit of at least 0 for each layer")
+    return [value or None for value in (listed + [None] * count)[:count]]
+
+
+def _is_limit(value: Any) -> bool:
+    return type(value) in (int, float) and 0.0 <= value <= 1e6

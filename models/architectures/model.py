@@ -139,7 +139,9 @@ class OpenModel(Checkpoint):
 
     @property
     def doubt(self) -> str:
-        """A warning if the configuration contradicts the tensors, which take precedence; "" if it does not."""
+        """A warning if the file lacks something, or if the configuration contradicts the tensors; the latter win."""
+        if self.facts.flaw:
+            return self.facts.flaw
         said = self.quantization_config.get("quant_method") or self.quantization_config.get("quant_algo")
         stored = self.facts.stored_format
         if not said or stored not in ("bf16", "fp16", "f32"):
