@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HIDDEN, MAX_LAYERS
@@ -60,7 +60,7 @@ class DeepseekV2(Architecture):
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
     }
     hf_renamed = {"qk_rope_head_dim": "head_dim"}  # the rotated part of a head
-    hf_classes = ("DeepseekV2ForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
     gguf_types = ("deepseek2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -197,7 +197,7 @@ class DeepseekV3(DeepseekV2):
         | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8}
         | {"topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     }
-    hf_classes = ("DeepseekV3ForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         keys = config.keys
@@ -219,7 +219,7 @@ class Glm4MoeLite(DeepseekV3):
         | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
     }
-    hf_classes = ("Glm4MoeLiteForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("Glm4MoeLiteForCausalLM",)
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
         kinds = config.keys.raw("mlp_layer_types")
@@ -246,7 +246,7 @@ class Mistral4(DeepseekV2):
         | {"first_k_dense_replace": 0, "norm_topk_prob": True, "max_position_embeddings": 1_048_576}
         | {"rope_parameters": MISTRAL4_ROPE}
     }
-    hf_classes = ("Mistral4ForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("Mistral4ForCausalLM",)
     gguf_types = ("mistral4",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
