@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,21 +71,23 @@ def _of_best_groups(wanted: Tensor, weights: ExpertsWeights) -> Tensor:
     return grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-def swiglu_oai(gate_up: Tensor) -> Tensor:
-    """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate] (gate first) -> half the width."""
+def swiglu_oai(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate] (gate first) -> half the width.
+
+    limit   clamps gate from above, and up on both sides, before that
+    """
     gate, up = gate_up.float().chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
 
 
-def cut_off(gate_up: Tensor, limit: float) -> Tensor:
-    """Clamp gates to at most `limit` and ups to [-limit, limit], in place."""
-    gate, up = gate_up.chunk(2, -1)
-    gate.clamp_(max=limit)
-    up.clamp_(-limit, limit)
-    return gate_up
+def limited(activate: Callable[..., Tensor], limit: float | None) -> Callable[[Tensor], Tensor]:
+    """`activate` with this limit."""
+    return activate if limit is None else partial(activate, limit=limit)
 
 
-def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[..., Tensor]) -> Tensor:
     """Weighted sum of the chosen experts' outputs for normed rows x: float32, shape of x.
 
     Synchronizes with the host for the token count of each expert, so only experts with tokens are read.
@@ -101,6 +104,7 @@ def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: 
     if weights.share_inputs:
         seen, places = (seen[rows] * shares).to(seen.dtype), torch.arange(len(rows), device=x.device)
         shares = torch.ones_like(shares)
+    activate = limited(activate, weights.limit)
     away = None if weights.host is None else weights.host.take(seen, places, counts)
     start = 0
     for expert, count in enumerate(counts):
@@ -112,22 +116,17 @@ def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: 
             output = side.given(expert, start, end)
         else:
             gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
-            hidden = gate_up(seen[places[start:end]])
-            if weights.limit is not None:
-                hidden = cut_off(hidden, weights.limit)
-            output = down(activate(hidden)).float()
+            output = down(activate(gate_up(seen[places[start:end]]))).float()
         total.index_add_(0, rows[start:end], output * shares[start:end])
         start = end
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
 
-def shared(
-    x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor], total: Tensor | None = None
-) -> Tensor:
+def shared(x: Tensor, weights: ExpertsWeights, activate: Callable[..., Tensor], total: Tensor | None = None) -> Tensor:
     """Output of the shared expert, which every token goes through, added to `total`: float32."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return torch.zeros(x.shape, device=x.device) if total is None else total
-    output = weights.shared_down(activate(weights.shared_gate_up(x))).float()
+    output = weights.shared_down(limited(activate, weights.shared_limit)(weights.shared_gate_up(x))).float()
     if weights.shared_gate is not None:
         output = output * sigmoid(weights.shared_gate(x))
     return output if total is None else total.add_(output)

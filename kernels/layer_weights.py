@@ -303,7 +303,8 @@ class ExpertsWeights:
     shared_gate_up: Linear | None = None  # shared expert, which every token goes through
     shared_down: Linear | None = None
     shared_gate: Linear | None = None  # one row; its sigmoid multiplies the shared expert's output
-    limit: float | None = None  # clamps gates and ups, see `experts.cut_off`
+    limit: float | None = None  # of the routed experts' activation, which clamps gates and ups
+    shared_limit: float | None = None  # of the shared expert's
     post_norm: Norm | None = None
     apart: ApartNorms | None = None  # if set, `norm` applies to the routed experts only
     expert_scales: Tensor | None = None  # float32 [num_experts], multiplies each expert's weight
@@ -359,7 +360,7 @@ FUSED_EXPERTS = frozenset(
     (
         *("norm", "router", "gate_up", "down", "top_k", "router_kind", "activation", "renormalise", "scale"),
         *("choice_bias", "groups", "group_top_k", "share_inputs", "shared_gate_up", "shared_down", "shared_gate"),
-        *("limit", "post_norm"),
+        *("limit", "shared_limit", "post_norm"),
     )
 )
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))

@@ -91,25 +91,32 @@ def relu2(x: Tensor) -> Tensor:
     return x.clamp(min=0.0).float().square().to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """silu(gate) · up with silu(g) = g / (1 + exp(-g)).
 
     gate_up  [num_tokens, 2 · intermediate]   gate first
+    limit    clamps silu(gate) from above, and up on both sides
     returns  [num_tokens, intermediate]       dtype of gate_up
     """
     gate, up = gate_up.float().chunk(2, -1)
-    return (gate / torch.neg(gate).exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
+    return _clamped_mul(gate / torch.neg(gate).exp_().add_(1.0), up, limit).to(gate_up.dtype)
 
 
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """gelu(gate) · up with gelu(g) = g/2 · (1 + tanh(sqrt(2/π) · (g + 0.044715 g³))).
 
     gate_up  [num_tokens, 2 · intermediate]   gate first
+    limit    clamps gelu(gate) from above, and up on both sides
     returns  [num_tokens, intermediate]       dtype of gate_up
     """
     gate, up = gate_up.float().chunk(2, -1)
     inner = (gate * gate).mul_(gate).mul_(0.044715).add_(gate).mul_(0.7978845608028654).tanh_().add_(1.0)
-    return inner.mul_(gate).mul_(0.5).mul_(up).to(gate_up.dtype)
+    return _clamped_mul(inner.mul_(gate).mul_(0.5), up, limit).to(gate_up.dtype)
+
+
+def _clamped_mul(acted: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """acted · up, in place of `acted`, clamped first if there is a limit."""
+    return acted.mul_(up) if limit is None else acted.clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:

@@ -132,7 +132,7 @@ def experts(
 
     mix   replacement for `experts.mixture`
     """
-    plain = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
+    plain: dict[str, Callable[..., Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
     activate, own = activations[weights.activation], weights.apart
     normed = norm_rows(rms_norm, x, weights.norm)

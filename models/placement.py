@@ -16,7 +16,7 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.kernels import OpFacts
-from localllm.kernels.experts import cut_off, swiglu_oai
+from localllm.kernels.experts import limited, swiglu_oai
 from localllm.kernels.host_experts import HostExperts, Product
 from localllm.kernels.layer_weights import ExpertsWeights, Linear
 from localllm.kernels.reference import relu2
@@ -34,7 +34,7 @@ LOOK_CHOICES = 512  # routing choices of one layer between two checks of expert 
 # swap if the incoming expert's uses exceed MORE times those of the outgoing one plus LEAST_USES
 MORE, LEAST_USES = 1.25, 8.0
 _OPS = {"silu": "silu_mul", "gelu_tanh": "gelu_tanh_mul"}
-_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": relu2}
+_OTHERS: dict[str, Callable[..., Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": relu2}
 
 
 def uniform(facts: ModelFacts, count: int) -> tuple[frozenset[int], ...]:
@@ -79,8 +79,7 @@ def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], T
             f"{reader.checkpoint.path.name}: experts with the activation {weights.activation} cannot run on the CPU",
             "start with --experts device",
         )
-    limit, run = weights.limit, activate
-    return run if limit is None else lambda gate_up: run(cut_off(gate_up, limit))
+    return limited(activate, weights.limit)
 
 
 def wanted(layers: Sequence[HostExperts]) -> tuple[int, int, int] | None:

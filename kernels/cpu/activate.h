@@ -6,11 +6,29 @@
 
 #include "vec.h"
 
+#define OAI_SLOPE 1.702f
+
 /* silu(g) = g / (1 + exp(-g)); gelu_tanh(g) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3) */
 INLINE vf activate(vf g, int gelu)
 {
     vf u = gelu ? g * vf_fma(g * g, vf_set1(2.0f * 0.7978845608028654f * 0.044715f), vf_set1(2.0f * 0.7978845608028654f)) : g;
     return g / (vf_set1(1.0f) + vf_exp(-u));
+}
+
+enum { ACT_SILU, ACT_GELU, ACT_OAI };
+
+/* act(gate) * up; a limit other than 0 clamps up on both sides and gate from above: with ACT_OAI before the activation, else
+ * after it. NaN propagates. */
+INLINE vf gated(vf gate, vf up, int act, float limit)
+{
+    const vf most = vf_set1(limit);
+    if (limit != 0.0f) up = vf_max(-most, vf_min(most, up));
+    if (act == ACT_OAI) {
+        if (limit != 0.0f) gate = vf_min(most, gate);
+        return gate / (vf_set1(1.0f) + vf_exp(gate * vf_set1(-OAI_SLOPE))) * (up + vf_set1(1.0f));
+    }
+    gate = activate(gate, act == ACT_GELU);
+    return (limit != 0.0f ? vf_min(most, gate) : gate) * up;
 }
 
 INLINE vf sigmoid(vf x) { return vf_set1(1.0f) / (vf_set1(1.0f) + vf_exp(-x)); }

@@ -10,15 +10,13 @@
 #define PAIRS 256        /* (token, expert) pairs processed together: intermediates stay in the cache */
 #define AT_ONCE_MOST 64  /* products per pool call */
 #define EXPERTS_MAX 4096 /* localllm/checkpoint/fields.py */
-#define OAI_SLOPE 1.702f
 
 enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID, ROUTE_SIGMOID_TOPK };
-enum { ACT_SILU, ACT_GELU, ACT_OAI };
 
 typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
     int64_t share_inputs; /* expert weights multiply the inputs instead of the outputs */
-    double scale, limit; /* limit 0: none */
+    double scale, limit, shared_limit; /* limit 0: none */
     const float *choice_bias; /* [num_experts], or NULL */
     ll_norm norm, post_norm;
     ll_linear_op router, shared_gate_up, shared_down, shared_gate; /* without parts: absent */
@@ -157,48 +155,6 @@ static void route_row(const ll_experts_layer *l, float *scores, float *wanted, i
     for (int64_t i = 0; i < k; i++) shares[i] *= (float)l->scale;
 }
 
-typedef struct {
-    const float *gate_up;
-    float *acted;
-    int64_t dim, act;
-    float limit;
-} gate_job;
-
-static void gate_rows(void *arg, int64_t begin, int64_t end, int thread)
-{
-    (void)thread;
-    const gate_job *j = arg;
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = j->gate_up + row * 2 * j->dim;
-        float *to = j->acted + row * j->dim;
-        if (j->act != ACT_OAI && j->limit == 0.0f) {
-            activate_row(from, j->dim, j->act == ACT_GELU, to);
-            continue;
-        }
-        for (int64_t i = 0; i < j->dim; i += VW) {
-            const size_t bytes = (size_t)(j->dim - i < VW ? j->dim - i : VW) * 4;
-            float g[VW] = {0}, u[VW] = {0};
-            memcpy(g, from + i, bytes);
-            memcpy(u, from + j->dim + i, bytes);
-            vf gate = vf_load(g), up = vf_load(u);
-            if (j->limit != 0.0f) {
-                gate = vf_min(gate, vf_set1(j->limit));
-                up = vf_max(vf_min(up, vf_set1(j->limit)), vf_set1(-j->limit));
-            }
-            if (j->act == ACT_OAI) vf_store(g, gate / (vf_set1(1.0f) + vf_exp(gate * vf_set1(-OAI_SLOPE))) * (up + vf_set1(1.0f)));
-            else vf_store(g, activate(gate, j->act == ACT_GELU) * up);
-            memcpy(to + i, g, bytes);
-        }
-    }
-}
-
-static void gate_all(const ll_experts_layer *l, const float *gate_up, int64_t rows, int64_t dim, float *acted)
-{
-    gate_job job = {gate_up, acted, dim, l->act, (float)l->limit};
-    if (rows * dim < 4096) gate_rows(&job, 0, rows, 0);
-    else pool_run(gate_rows, &job, rows);
-}
-
 /* Intermediate results of the tokens being processed. */
 typedef struct {
     float *normed, *total, *scores, *shares, *gathered, *gate_up, *acted;
@@ -230,7 +186,7 @@ static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, in
     if (!count) return end;
     hint_next(&l->down[r->products[0].op - l->gate_up], rows);
     if (run_products(r->products, count)) return -1;
-    gate_all(l, r->gate_up, num_pairs, inner, r->acted);
+    activate_all(r->gate_up, num_pairs, inner, l->act, l->limit, r->acted);
     for (int64_t i = 0; i < count; i++) {
         one_product *o = r->products + i;
         const int64_t from = (o->out - r->gate_up) / (2 * inner);
@@ -265,7 +221,7 @@ static int shared_expert(const ll_experts_layer *l, const mixture_room *r, int64
     const int64_t hidden = l->hidden;
     if (!l->shared) return 0;
     if (linear_parts(&l->shared_gate_up, r->normed, rows, NULL, r->gate_up)) return -1;
-    gate_all(l, r->gate_up, rows, l->shared, r->acted);
+    activate_all(r->gate_up, rows, l->shared, l->act, l->shared_limit, r->acted);
     if (linear_parts(&l->shared_down, r->acted, rows, NULL, r->gathered)) return -1;
     if (l->shared_gate.parts && linear_parts(&l->shared_gate, r->normed, rows, NULL, r->scores)) return -1;
     for (int64_t t = 0; t < rows; t++) {

@@ -130,7 +130,7 @@ class CExpertsLayer(ctypes.Structure):
     _fields_ = [
         *_each(c_int64, "hidden intermediate shared num_experts top_k router_kind renormalise act groups group_top_k"),
         ("share_inputs", c_int64),
-        *_each(c_double, "scale limit"),
+        *_each(c_double, "scale limit shared_limit"),
         ("choice_bias", c_void_p),
         *_each(CNorm, "norm post_norm"),
         *_each(CLinear, "router shared_gate_up shared_down shared_gate"),
@@ -230,7 +230,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_unpack": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_attention": (c_int64, (c_void_p,)),
     "ll_rms_norm": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_double, c_void_p)),
-    "ll_activate": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "ll_activate": (None, (c_void_p, c_int64, c_int64, c_int64, c_double, c_void_p)),
     "ll_rope": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_kv_write": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_delta_rule": (None, (c_void_p, c_int64)),

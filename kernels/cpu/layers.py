@@ -49,7 +49,7 @@ from .layout import Prepared
 from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
+_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as activate.h numbers them
 KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates", "softplus_gate"}
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
@@ -240,6 +240,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         share_inputs=w.share_inputs,
         scale=w.scale,
         limit=w.limit or 0.0,
+        shared_limit=w.shared_limit or 0.0,
         choice_bias=None if choice_bias is None else choice_bias.data_ptr(),
         norm=_norm(w.norm, kept),
         post_norm=_norm(w.post_norm, kept),

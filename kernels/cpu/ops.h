@@ -29,16 +29,18 @@ static void norm_row(const float *x, const float *weight, float eps, int64_t dim
     for (; i < dim; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* y = act(gate) * up; gate_up: dim gates, then dim ups */
-static void activate_row(const float *gate_up, int64_t dim, int gelu, float *y)
+/* y = act(gate) * up; gate_up: dim gates, then dim ups; limit 0: none */
+static void activate_row(const float *gate_up, int64_t dim, int act, float limit, float *y)
 {
     int64_t i = 0;
-    for (; i + VW <= dim; i += VW) vf_store(y + i, activate(vf_load(gate_up + i), gelu) * vf_load(gate_up + dim + i));
+    if (act != ACT_OAI && limit == 0.0f) /* 5 % less time than through `gated` */
+        for (; i + VW <= dim; i += VW) vf_store(y + i, activate(vf_load(gate_up + i), act) * vf_load(gate_up + dim + i));
+    for (; i + VW <= dim; i += VW) vf_store(y + i, gated(vf_load(gate_up + i), vf_load(gate_up + dim + i), act, limit));
     if (i == dim) return;
     float gate[VW] = {0}, up[VW] = {0}, out[VW];
     memcpy(gate, gate_up + i, (size_t)(dim - i) * 4);
     memcpy(up, gate_up + dim + i, (size_t)(dim - i) * 4);
-    vf_store(out, activate(vf_load(gate), gelu) * vf_load(up));
+    vf_store(out, gated(vf_load(gate), vf_load(up), act, limit));
     memcpy(y + i, out, (size_t)(dim - i) * 4);
 }
 
@@ -77,8 +79,8 @@ typedef struct {
     const float *x, *weight, *cos, *sin;
     float *y;
     int64_t inner, dim, stride, half; /* rows [outer][inner][dim], `stride` floats between outer ones */
-    float eps;
-    int flag; /* gelu, interleaved */
+    float eps, limit;
+    int flag; /* activation, interleaved */
 } row_job;
 
 static void norm_rows(void *arg, int64_t begin, int64_t end, int thread)
@@ -93,7 +95,7 @@ static void activate_rows(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const row_job *j = arg;
-    for (int64_t i = begin; i < end; i++) activate_row(j->x + i * 2 * j->dim, j->dim, j->flag, j->y + i * j->dim);
+    for (int64_t i = begin; i < end; i++) activate_row(j->x + i * 2 * j->dim, j->dim, j->flag, j->limit, j->y + i * j->dim);
 }
 
 static void rope_rows(void *arg, int64_t begin, int64_t end, int thread)
@@ -133,10 +135,18 @@ void ll_rms_norm(const float *x, int64_t outer, int64_t inner, int64_t dim, int6
 }
 
 /* gate_up [rows][2 dim] -> y [rows][dim] */
-void ll_activate(const float *gate_up, int64_t rows, int64_t dim, int64_t gelu, float *y)
+void ll_activate(const float *gate_up, int64_t rows, int64_t dim, int64_t act, double limit, float *y)
 {
-    row_job job = {.x = gate_up, .y = y, .inner = 1, .dim = dim, .flag = (int)gelu};
+    row_job job = {.x = gate_up, .y = y, .inner = 1, .dim = dim, .limit = (float)limit, .flag = (int)act};
     run_rows_alone(activate_rows, &job, rows);
+}
+
+/* `ll_activate` within a layer. The caller holds pool.lock. */
+static void activate_all(const float *gate_up, int64_t rows, int64_t dim, int64_t act, double limit, float *y)
+{
+    row_job job = {.x = gate_up, .y = y, .inner = 1, .dim = dim, .limit = (float)limit, .flag = (int)act};
+    if (rows * dim < 4096) activate_rows(&job, 0, rows, 0);
+    else pool_run(activate_rows, &job, rows); /* an exponential per element */
 }
 
 /* x [tokens][heads][dim], tokens `stride` floats apart -> y contiguous; cos, sin [tokens][half] */

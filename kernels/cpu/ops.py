@@ -57,22 +57,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _activate(gate_up: Tensor, gelu: int) -> Tensor:
+def _activate(gate_up: Tensor, act: int, limit: float | None) -> Tensor:
     gate_up = _checked(gate_up, "gate_up").contiguous()
     dim = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], dim))
-    lib().ll_activate(gate_up.data_ptr(), gate_up.numel() // (2 * dim), dim, gelu, out.data_ptr())
+    lib().ll_activate(gate_up.data_ptr(), gate_up.numel() // (2 * dim), dim, act, limit or 0.0, out.data_ptr())
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """`reference.silu_mul`."""
-    return _activate(gate_up, 0)
+    return _activate(gate_up, 0, limit)
 
 
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """`reference.gelu_tanh_mul`."""
-    return _activate(gate_up, 1)
+    return _activate(gate_up, 1, limit)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

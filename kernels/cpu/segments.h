@@ -114,9 +114,7 @@ static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, 
             if (linear_gated(&l->gate_up, normed, rows, (int)l->gelu, acted)) return -1;
         } else {
             if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
-            row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
-            if (rows * l->intermediate < 4096) activate_rows(&job, 0, rows, 0);
-            else pool_run(activate_rows, &job, rows); /* an exponential per element */
+            activate_all(gate_up, rows, l->intermediate, l->gelu, 0.0, acted);
         }
         hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;

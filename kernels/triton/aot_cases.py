@@ -203,7 +203,8 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
         angles = _meta(torch.float32, 1, half)
         yield "rope", label, partial(rope, _meta(dtype, 1, 12, dim), angles, angles, interleaved)
     for op in (silu_mul, gelu_tanh_mul):
-        yield op.__name__, "rows", partial(op, _meta(dtype, 1, 2 * INTERMEDIATE))
+        for label, limit in (("rows", None), ("rows clamped", 7.0)):
+            yield op.__name__, label, partial(op, _meta(dtype, 1, 2 * INTERMEDIATE), limit)
     logits = _meta(torch.float32, 1, 151_936)
     yield "sample", "", partial(sample, logits, SamplingInputs.empty(1, 1, 151_936, "meta"))
 
@@ -349,13 +350,15 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
         yield _linear(f"{form.name} M=16 gated", card, gated, decode=True)
 
 
-# Qwen3 30B-A3B; gpt-oss 20B: number of experts, top-k, hidden, intermediate, form, router, gate
+# Qwen3 30B-A3B, once with clamped experts as in Ling 3.0; gpt-oss 20B: number of experts, top-k, hidden, intermediate,
+# form, router, gate, limit
 MIXTURES = (
-    (128, 8, 2048, 768, "int4 g128", "softmax", "silu"),
-    (128, 8, 2048, 768, "int4 sub", "sigmoid", "silu"),
-    (128, 8, 2048, 768, "e2m1 e4m3", "softmax", "silu"),
-    (128, 8, 2048, 768, "bf16", "softmax", "silu"),
-    (32, 4, 2880, 2880, "e2m1 e8m0", "softmax_topk", "swiglu_oai"),
+    (128, 8, 2048, 768, "int4 g128", "softmax", "silu", 0.0),
+    (128, 8, 2048, 768, "int4 g128", "sigmoid", "silu", 7.0),
+    (128, 8, 2048, 768, "int4 sub", "sigmoid", "silu", 0.0),
+    (128, 8, 2048, 768, "e2m1 e4m3", "softmax", "silu", 0.0),
+    (128, 8, 2048, 768, "bf16", "softmax", "silu", 0.0),
+    (32, 4, 2880, 2880, "e2m1 e8m0", "softmax_topk", "swiglu_oai", 7.0),
 )
 
 
@@ -370,13 +373,12 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         for launch in _recorded(card, partial(sorted_by_expert, chosen, count, size)):
             kernel = launch.kernel.__name__.strip("_")
             yield KernelSpec("experts", "triton", f"{count} {kernel}", launch, decode=True)
-    for count, top_k, hidden, inner, name, router, gate in MIXTURES:
+    for count, top_k, hidden, inner, name, router, gate, limit in MIXTURES:
         up, down = described(forms[name], count * 2 * inner, hidden), described(forms[name], count * hidden, inner)
         bias = _meta(torch.float32, count) if router == "sigmoid" else None
         weights = ExpertsWeights(None, Linear(()), (), (), top_k, router, gate, choice_bias=bias)
         biases = (_meta(torch.float32, len(up.low)), _meta(torch.float32, len(down.low)))
         both = biases if gate == "swiglu_oai" else (None, None)
-        limit = 7.0 if gate == "swiglu_oai" else 0.0
 
         def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, limit)) -> None:
             """Run with tiles of `size` pairs; 0: one pair at a time."""
@@ -384,13 +386,13 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             chosen, shares = routed(_meta(dtype, tokens, count), weights)
             tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
             pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
-            made = expert_product(x, up, Extras(of_up, gate=weights.activation), pairs, limit)
+            made = expert_product(x, up, Extras(of_up, gate=weights.activation, limit=limit), pairs)
             made = expert_product(made, down, Extras(of_down), pairs)
             shared = (x, x[:, :1]) if weights.router_kind == "sigmoid" else (None, None)
             summed(made, shares, *((x, x, *shared) if tokens <= 16 else (_meta(torch.float32, *x.shape),)))
 
         for tokens, size in ((1, 0), (8, 8), (512, 64)):
-            label = f"{name} {count} x {inner} {f'tiles of {size}' if size else 'token'}"
+            label = f"{name} {count} x {inner}{' clamped' * bool(limit)} {f'tiles of {size}' if size else 'token'}"
             for launch in _recorded(card, partial(run, tokens, size)):
                 kernel = launch.kernel.__name__.strip("_")
                 if kernel != "digits_kernel" and (not size or kernel == "gemm_kernel"):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts import cut_off, route, tile_size
+from ..experts import route, tile_size
 from ..layer_weights import FUSED_EXPERTS, ExpertsWeights, LinearPart, Norm, has_only
 from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
@@ -74,7 +74,7 @@ def _shared(x: Tensor, weights: ExpertsWeights) -> tuple[Tensor | None, Tensor |
         return None, None
     part = only_part(weights.shared_gate_up, x)
     assert part is not None
-    hidden = product(x, part.prepared, Extras(part.bias, gate=weights.activation))
+    hidden = product(x, part.prepared, Extras(part.bias, gate=weights.activation, limit=weights.shared_limit or 0.0))
     return weights.shared_down(hidden), None if weights.shared_gate is None else weights.shared_gate(x)
 
 
@@ -118,10 +118,10 @@ def _expert_outputs(
     size = tile_size(chosen.numel(), count)
     pairs = Pairs(chosen, count, sorted_by_expert(chosen, count, size) if size else None)
     gate = weights.activation if weights.activation in _GATES else ""
-    first = Extras(gate_up.bias, norm, gate=gate)
-    hidden = expert_product(x, gate_up.prepared, first, pairs, weights.limit or 0.0)
+    first = Extras(gate_up.bias, norm, gate=gate, limit=weights.limit or 0.0)
+    hidden = expert_product(x, gate_up.prepared, first, pairs)
     if activate is not None and not gate:
-        hidden = activate(hidden if weights.limit is None else cut_off(hidden, weights.limit))
+        hidden = activate(hidden)
     return expert_product(hidden, down.prepared, Extras(down.bias), pairs)
 
 

@@ -48,6 +48,7 @@ class Extras(NamedTuple):
     norm: Norm | None = None
     residual: Tensor | None = None
     gate: str = ""  # silu or gelu_tanh: W is gate stacked on up, y = act(gate) * up
+    limit: float = 0.0  # clamps gate and up, see `activation.gated`; 0: no limit
 
 
 PLAIN = Extras()
@@ -167,13 +168,12 @@ def _constants_of(
     }
 
 
-def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs, limit: float = 0.0) -> Tensor:
+def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs) -> Tensor:
     """Rows of x times the weights of their experts: [num_tokens * top_k, N] (N / 2 if gated), dtype of x.
 
     x        [num_tokens, K], or [num_tokens * top_k, K]
     p        weights of all experts, stacked; biases likewise
     extras   a norm requires pairs without tiles; the gate may be swiglu_oai
-    limit    clamps gate and up; 0: no limit
     """
     x, count, gate = x.contiguous(), pairs.chosen.numel(), extras.gate
     n = p.shape[0] // pairs.num_experts
@@ -182,21 +182,19 @@ def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs, limit: 
     if pairs.tiles is None:
         fixed = is_fixed(p.code, p.run, card)
         choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
-        launch_gemv(*arguments, choice, pairs, limit)
+        launch_gemv(*arguments, choice, pairs)
     else:
         assert extras.norm is None, "tiled products do not support a norm"
         choice = gemm_tiles(n, p.shape[1], p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
         assert choice["tokens"] == pairs.tiles.size
-        launch_gemm(*arguments, choice, pairs, limit)
+        launch_gemm(*arguments, choice, pairs)
     return out
 
 
-def launch_gemv(
-    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
-) -> None:
+def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None) -> None:
     """Launch `gemv.gemv_kernel` for x [num_tokens, K]; `pairs` as in `expert_product`."""
     high = p.low if p.high is None else p.high
-    bias, norm, residual, gate = extras
+    bias, norm, residual, gate, limit = extras
     outputs = choice["rows"] // (2 if gate else 1)
     fixed, alone = "fixed" in choice, pairs is not None or card_of(x.device).capability < 80
     together = 1 if alone else max(1, out.shape[0])  # rows of x per program
@@ -228,12 +226,10 @@ def launch_gemv(
     )
 
 
-def launch_gemm(
-    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
-) -> None:
+def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None) -> None:
     """Launch `gemm.gemm_kernel` for x [num_tokens, K]; no norm. `pairs` as in `expert_product`, with tiles."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
-    bias, _, residual, gate = extras
+    bias, _, residual, gate, limit = extras
     outputs = rows // (2 if gate else 1)
     tiles = None if pairs is None else pairs.tiles
     across = -(-x.shape[0] // tokens) if tiles is None else tiles.experts.shape[0]
@@ -373,14 +369,14 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
     empty = p._replace(**no_tensors)
     device, dtype, tokens = x.device, x.dtype, x.shape[0]
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
-    gate, has_norm, has_residual = extras.gate, extras.norm is not None, extras.residual is not None
+    activation, has_norm, has_residual = extras[3:], extras.norm is not None, extras.residual is not None
 
     @cache
     def made() -> tuple[Tensor, Prepared, Tensor, Extras]:
         noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
         out = torch.empty(tokens, n, device=device, dtype=dtype)
         norm = Norm(torch.ones(k, device=device), 1e-6) if has_norm else None
-        more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, gate)
+        more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, *activation)
         return torch.randn(tokens, k, device=device, dtype=dtype), empty._replace(**noise), out, more
 
     def trial(choice: Tile) -> Callable[[], Tensor]:

@@ -245,7 +245,7 @@ def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
-        chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
+        chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit, mlp.shared_limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
         added += "+i" * mlp.share_inputs
         router = f" {mlp.router_kind}{added} {chosen}"

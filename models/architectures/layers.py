@@ -76,7 +76,8 @@ class Experts:
     shared_inner: int = 0  # width of the shared expert, which every token uses; 0: none
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(gate · x)
     bias: bool = False  # of router and experts
-    limit: float | None = None  # clamp gate from above, and up on both sides
+    # clamp gate from above, and up on both sides, the gate before the activation with swiglu_oai, else after it
+    limit: float | None = None
     shared_limit: float | None = None  # the same for the shared expert
     # router, experts and shared expert each have their own input norm, and the outputs of the latter two are normed
     # before they are summed
@@ -142,7 +143,7 @@ class Experts:
     def launches(self) -> int:
         """Kernel launches per token if PyTorch runs the experts one by one, with the choice read back to the host."""
         routed = 18 + 6 * (self.groups > 1) + 4 * self.router.startswith("sigmoid")
-        own = 7 + {"swiglu_oai": 8, "relu2": 2}.get(self.act, 0) + 2 * (self.limit is not None)
+        own = 7 + {"swiglu_oai": 8 + 2 * (self.limit is not None), "relu2": 2}.get(self.act, 0)
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
 
 

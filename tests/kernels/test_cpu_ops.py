@@ -36,14 +36,15 @@ def test_rms_norm(isa: str, dim: int) -> None:
     close(ops.rms_norm(x[0].t().contiguous().t(), weight, 1e-6), reference.rms_norm(x[0], weight, 1e-6))
 
 
+@pytest.mark.parametrize("limit", [None, 2.5])
 @pytest.mark.parametrize("dim", [1, 8, 37, 1536])
-def test_activations(isa: str, dim: int) -> None:
+def test_activations(isa: str, dim: int, limit: float | None) -> None:
     gate_up = torch.randn(4, 2 * dim) * 8
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
-    close(ops.silu_mul(gate_up), reference.silu_mul(gate_up), 1e-5)
-    close(ops.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), 1e-5)
-    rows = torch.cat([ops.silu_mul(row[None]) for row in gate_up])
-    assert torch.equal(ops.silu_mul(gate_up), rows)
+    close(ops.silu_mul(gate_up, limit), reference.silu_mul(gate_up, limit), 1e-5)
+    close(ops.gelu_tanh_mul(gate_up, limit), reference.gelu_tanh_mul(gate_up, limit), 1e-5)
+    rows = torch.cat([ops.silu_mul(row[None], limit) for row in gate_up])
+    assert torch.equal(ops.silu_mul(gate_up, limit), rows)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.cpu import segments as cpu
 from localllm.kernels.cpu.build import library
 from localllm.kernels.cpu.layers import experts_layer
+from localllm.kernels.experts import route
 from localllm.kernels.layer_weights import ExpertsWeights, Linear, LinearPart, Norm
 from localllm.kernels.registry import LinearFacts, choose
 from localllm.kernels.segments import REFERENCES
@@ -29,7 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2, "shared": 54, "gated": True},
     "softmax with a bias": SOFTMAX | {"choice_bias": True, "shared": 38},
     "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "shared": 38},
-    "best of groups": SOFTMAX | {"groups": 3, "group_top_k": 1, "limit": 0.25, "post_norm": True},
+    "best of groups": SOFTMAX | {"groups": 3, "group_top_k": 1, "limit": 0.5, "post_norm": True},
+    "limits": SOFTMAX | {"limit": 0.3, "shared": 38, "shared_limit": 0.6, "gated": True},
+    "limits of gelu": SOFTMAX | {"activation": "gelu_tanh", "limit": 0.6, "shared": 38, "shared_limit": 0.3},
 }
 
 pytestmark = pytest.mark.skipif(bool(library().reason), reason="no C compiler")
@@ -95,8 +99,35 @@ def test_a_token_does_not_depend_on_its_neighbours(run: Callable[[Tensor, Expert
         assert torch.equal(run(x[begin:end], weights), whole[begin:end])
 
 
-def test_c_chooses_valid_experts_from_numbers_that_are_none() -> None:
-    weights = mixture("grouped")
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [("limits", functional.silu), ("limits of gelu", lambda gate: functional.gelu(gate, approximate="tanh"))],
+)
+def test_limits_clamp_ups_and_activated_gates(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+    weights, x = mixture(kind), torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(1))
+
+    def output(rows: Tensor, gate_up: Linear, down: Linear, limit: float) -> Tensor:
+        gate, up = gate_up(rows).chunk(2, -1)
+        return down(act(gate).clamp(max=limit) * up.clamp(-limit, limit))
+
+    def computed(**changes: Any) -> Tensor:
+        return REFERENCES["experts"](x.clone(), replace(weights, **changes)) - x
+
+    normed = functional.rms_norm(x, (HIDDEN,), weights.norm.weight, 1e-6)
+    wanted = output(normed, weights.shared_gate_up, weights.shared_down, weights.shared_limit)
+    if weights.shared_gate is not None:
+        wanted *= weights.shared_gate(normed).sigmoid()
+    for row, experts, shares in zip(range(len(x)), *route(weights.router(normed), weights), strict=True):
+        for e, share in zip(experts.tolist(), shares, strict=True):
+            wanted[row] += share * output(normed[row, None], weights.gate_up[e], weights.down[e], weights.limit)[0]
+    torch.testing.assert_close(computed(), wanted, rtol=1e-4, atol=1e-5)
+    for name in ("limit", "shared_limit"):
+        assert ((computed(**{name: None}) - wanted).norm(dim=1) > 0.1 * wanted.norm(dim=1)).all(), name
+
+
+@pytest.mark.parametrize("kind", ["grouped", "limits", "chosen"])
+def test_c_chooses_valid_experts_from_numbers_that_are_none(kind: str) -> None:
+    weights = mixture(kind)
     assert in_c(torch.full((5, HIDDEN), float("nan")), weights).isnan().all()
 
 

@@ -50,6 +50,10 @@ def test_norm_and_activations_match_torch() -> None:
     torch.testing.assert_close(reference.silu_mul(x), functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
     gelu = functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(reference.gelu_tanh_mul(x), gelu, rtol=1e-5, atol=1e-6)
+    cut, up = functional.silu(gate).clamp(max=0.3), up.clamp(-0.3, 0.3)
+    torch.testing.assert_close(reference.silu_mul(x, 0.3), cut * up, rtol=1e-5, atol=1e-6)
+    cut = functional.gelu(gate, approximate="tanh").clamp(max=0.3)
+    torch.testing.assert_close(reference.gelu_tanh_mul(x, 0.3), cut * up, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("extreme", [-1e4, -100.0, 0.0, 100.0, 1e4])

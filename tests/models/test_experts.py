@@ -248,7 +248,7 @@ def test_routers_keep_their_numbers_where_others_are_quantized(tiny: Callable, t
     "values",
     [
         {"top_k": 1},
-        {"top_k": 8, "renormalise": True, "shared_inner": 24, "shared_gate": True},
+        {"top_k": 8, "renormalise": True, "shared_inner": 24, "shared_gate": True, "limit": 9.0, "shared_limit": 5.0},
         {"top_k": 4, "router": "softmax_topk", "act": "swiglu_oai", "limit": 7.0},
         {"top_k": 8, "router": "sigmoid", "choice_bias": True, "groups": 4, "group_top_k": 2, "shared_inner": 24},
         {"top_k": 6, "router": "sigmoid", "act": "relu2", "latent": 16, "shared_inner": 24, "gated": False},
@@ -264,11 +264,11 @@ def test_the_plan_counts_what_pytorch_starts(values: dict[str, Any]) -> None:
         (product(size, 24, bf16),) * 16, facts.top_k, facts.router, facts.act, facts.renormalise, facts.scale,
         torch.ones(16) if facts.choice_bias else None, facts.groups, facts.group_top_k,
         product(wide, 32, bf16) if facts.shared_inner else None, product(32, 24, bf16) if facts.shared_inner else None,
-        product(1, 32, bf16) if facts.shared_gate else None, facts.limit,
+        product(1, 32, bf16) if facts.shared_gate else None, facts.limit, facts.shared_limit,
         latent_in=product(16, 32, bf16) if facts.latent else None,
         latent_out=product(32, 16, bf16) if facts.latent else None,
     )  # fmt: skip
-    one = {"rms_norm": lambda x, *_: x + 1, "silu_mul": lambda x: x[:, :24] + 1, "gelu_tanh_mul": None}
+    one = {"rms_norm": lambda x, *_: x + 1, "silu_mul": lambda x, limit=None: x[:, :24] + 1, "gelu_tanh_mul": None}
     x = torch.randn(1, 32, dtype=bf16)
     with torch.no_grad(), Counting() as counted:
         composed("experts", one)(x, weights)

@@ -70,6 +70,24 @@ def test_logits_are_equal_wherever_experts_lie(tiny: Callable, paged: Any, tmp_p
         assert moved and model.weight_bytes + moved == whole.weight_bytes
 
 
+def test_experts_in_host_memory_have_the_same_limits(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    with open_model(tiny("glm4-moe").save(tmp_path)) as checkpoint:
+        facts = checkpoint.facts
+
+        def logits(count: int, **limits: float) -> torch.Tensor:
+            ffns = [replace(one.ffn, **limits) if isinstance(one.ffn, Experts) else one.ffn for one in facts.layers]
+            layers = tuple(replace(one, ffn=ffn) for one, ffn in zip(facts.layers, ffns, strict=True))
+            checkpoint.facts = replace(facts, layers=layers)
+            options = LoadOptions(exact=True, host_experts=uniform(facts, count), disabled=COMPOSED)
+            return paged(load_model(checkpoint, options)).all_logits(IDS, [20, 1, 16])
+
+        expected = logits(0, limit=0.02, shared_limit=0.05)
+        for count in (2, 99):
+            assert torch.equal(logits(count, limit=0.02, shared_limit=0.05), expected), count
+        for fewer in ({"limit": 0.02}, {"shared_limit": 0.05}):
+            assert not torch.allclose(logits(99, **fewer), expected, atol=1e-3), fewer
+
+
 def test_bytes_go_over_as_the_choices_say(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     """A layer's rows go over once where an expert there has any, and each of its results comes back."""
     model = load(tiny("qwen3-moe").save(tmp_path), 2)

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "without a gate": SOFTMAX | {"activation": "relu2"},
     "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
     "routed by a kernel": SOFTMAX | {"in_kernels": True},
+    "limits": SOFTMAX | {"limit": 0.3, "shared": 32, "shared_limit": 0.6, "in_kernels": True},
 }
 
 
@@ -109,6 +110,15 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize("kind", [kind if kind in ("in kernels", "inputs") else slow(kind) for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
     check(mixture(kind, device), tokens, device)
+
+
+@pytest.mark.parametrize("tokens", [1, slow(20)])
+def test_routed_and_shared_experts_have_limits_of_their_own(tokens: int, device: torch.device) -> None:
+    made = mixture("limits", device)
+    check(made, tokens, device)
+    for name in ("limit", "shared_limit"):
+        with pytest.raises(AssertionError):
+            check(made._replace(plain=replace(made.plain, **{name: None})), tokens, device, 0.1)
 
 
 @pytest.mark.slow
