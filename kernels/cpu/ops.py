@@ -143,10 +143,12 @@ def delta_rule(
     cu_query_lens: Tensor,
     tiled: bool = False,
 ) -> Tensor:
-    """`recurrent.delta_rule`; each slot's state must be contiguous."""
+    """`recurrent.delta_rule`, which takes decays per key channel; each slot's state must be contiguous."""
     heads = state[0]
     if not heads.is_contiguous():
         raise ValueError("the state of each slot must be contiguous")
+    if decay.ndim == 3:
+        return recurrent.delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
     unit = recurrent.unit(q).mul_(q.shape[-1] ** -0.5), recurrent.unit(k)
     inputs = [part.contiguous() for part in (*unit, _checked(v, "v"), decay.exp(), beta)]
     slots, starts = slots.contiguous(), cu_query_lens.contiguous()

@@ -203,6 +203,7 @@ class GatedDelta:
     log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
     grouped: bool = False  # inputs of convolution and gates are one module, grouped by key head
     grouped_rates: bool = False  # so are the learning and decay rates of the value heads
+    channel_decay: bool = False  # one decay per key channel, not per head
 
     @property
     def inputs(self) -> tuple[str, ...]:
