@@ -45,8 +45,8 @@ def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
         if isinstance(mixer, Stateful):
             found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
         if isinstance(mixer, GatedDelta):
-            sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim, int(mixer.tiled)
-            found.append(("delta_rule", sizes))
+            sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim
+            found.append(("delta_rule", (*sizes, int(mixer.tiled), int(mixer.channel_decay))))
         if isinstance(mixer, Mamba2):
             found.append(("state_space", (mixer.num_heads, mixer.num_groups, mixer.head_dim, mixer.state_size)))
     return tuple(dict.fromkeys(found))

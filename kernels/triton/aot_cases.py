@@ -274,7 +274,7 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """Recurrent ops of Qwen3.5 27B, Nemotron-H and LFM2, and non-power-of-two sizes; one token, and a prompt."""
+    """Recurrent ops of Qwen3.5 27B, Kimi Linear, Nemotron-H and LFM2, and odd sizes; one token, and a prompt."""
     slots, bounds = _meta(torch.int64, 1), _meta(torch.int32, 2)
     for tokens in (1, 512):
         name = "token" if tokens == 1 else "prompt"
@@ -287,8 +287,9 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         for k_heads, heads, k_dim, dim in ((16, 48, 128, 128), (2, 4, 20, 24)):
             q, v = _meta(torch.float32, count, k_heads, k_dim), _meta(torch.float32, count, heads, dim)
             rate, state = _meta(torch.float32, count, heads), _meta(torch.float32, 1, heads, dim, k_dim)
-            given = (q, q, v, rate, rate, state, slots, bounds)
-            yield "delta_rule", f"{k_dim} x {dim}{name}", partial(delta_rule, *given)
+            for decay, by in ((rate, ""), (_meta(torch.float32, count, heads, k_dim), " by channel")):
+                given = (q, q, v, decay, rate, state, slots, bounds)
+                yield "delta_rule", f"{k_dim} x {dim}{by}{name}", partial(delta_rule, *given)
         for heads, groups, dim, size in ((128, 8, 64, 128), (4, 2, 10, 20)):
             x, b = _meta(torch.float32, count, heads, dim), _meta(torch.float32, count, groups, size)
             steps, decay = _meta(torch.float32, count, heads), _meta(torch.float32, heads)

@@ -28,6 +28,7 @@ TOKENS, CHANNELS = (
 TILE = 1024  # state elements held by a program (one warp) in token-by-token mode
 CHUNK = 32  # tokens per chunk
 CHUNK_ROWS = 32  # rows of a state per program in chunked mode
+WIDE_CHUNK, WIDE_ROWS = 16, 64  # with a decay per key channel: more rows share a chunk's products, more tokens spill
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def _unit(x):
 def _walk(
     v, k, q, decay, rate, state, slots, cu_query_lens, out, v_stride, k_stride, q_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance ROWS rows of a head's state through the tokens of one sequence, token by token."""
     wait_for_previous(PDL)
@@ -166,7 +167,11 @@ def _walk(
         if DELTA:
             k_row = _unit(k_row)
             q_row = _unit(q_row) * (K_DIM**-0.5)
-            kept *= tl.exp(tl.load(decay + t * V_HEADS + head))
+            if WIDE:
+                row = decay + (t * V_HEADS + head) * K_DIM + n[None, :]
+                kept *= tl.exp(tl.load(row, mask=inside, other=0.0))
+            else:
+                kept *= tl.exp(tl.load(decay + t * V_HEADS + head))
             given -= tl.sum(kept * k_row, 1)
         else:
             kept *= tl.exp(share * tl.load(decay + head))
@@ -189,10 +194,34 @@ def _inverse(below, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _decayed_products(queries, keys, grown, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """`recurrent._decayed_products` of a chunk. All [CHUNK, COLUMNS]; grown: decays, summed from the chunk's start.
+
+    Two tokens meet at the last token of the earlier one's block: each is multiplied by its decay from or to there.
+    """
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    shares = tl.where(i == j, tl.sum(queries * keys, 1)[:, None], 0.0)
+    for level in tl.static_range(5):
+        if (1 << level) < CHUNK:
+            pairs = tl.reshape(grown, [CHUNK >> (level + 1), 2 << level, COLUMNS])
+            last = tl.arange(0, 2 << level)[None, :, None] == (1 << level) - 1
+            away = tl.abs(pairs - tl.sum(tl.where(last, pairs, 0.0), 1)[:, None, :])
+            factor = tl.exp(-tl.reshape(away, [CHUNK, COLUMNS]))
+            meet = (i >> level == (j >> level) + 1) & ((i >> level) % 2 == 1)
+            right = tl.trans(keys * factor)
+            system = tl.where(meet, tl.dot(keys * factor, right), system)
+            shares = tl.where(meet, tl.dot(queries * factor, right), shares)
+    return system, shares
+
+
+@triton.jit
 def _chunks(
     v, k, q, decay, rate, state, slots, cu_query_lens, out, v_stride, k_stride, q_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance ROWS rows of a head's state through the chunks of one sequence; padding after its end has no effect."""
     wait_for_previous(PDL)
@@ -215,7 +244,7 @@ def _chunks(
     q += first * q_stride
     out += (first * V_HEADS + head) * V_DIM
     rate += first * V_HEADS + head
-    decay += first * V_HEADS + head if DELTA else head
+    decay += (first * V_HEADS + head) * (K_DIM if WIDE else 1) if DELTA else head
     for chunk in range((count + CHUNK - 1) // CHUNK):
         there = chunk * CHUNK + i < count
         t = chunk * CHUNK + i  # 32-bit offsets: a step has fewer than 2^31 elements
@@ -228,24 +257,37 @@ def _chunks(
         if DELTA:
             keys = _unit(keys)
             queries = _unit(queries) * (K_DIM**-0.5)
-            logs = tl.load(decay + t * V_HEADS, mask=there, other=0.0)
+            if WIDE:
+                logs = tl.load(decay + t[:, None] * (V_HEADS * K_DIM) + n[None, :], mask=inside, other=0.0)
+            else:
+                logs = tl.load(decay + t * V_HEADS, mask=there, other=0.0)
         else:
             logs = share * tl.load(decay)
         grown = tl.cumsum(logs, 0)
         total = tl.sum(logs, 0)
-        lower = tl.exp(tl.minimum(grown[:, None] - grown[None, :], 0.0))
-        lower = tl.where(i[:, None] >= i[None, :], lower, 0.0)
-        before = tl.exp(grown)[:, None]
-        if DELTA:
-            given = given - before * tl.dot(keys, tl.trans(kept))
-            below = tl.where(i[:, None] > i[None, :], tl.dot(keys, tl.trans(keys)) * lower * share[:, None], 0.0)
-            given = tl.dot(_inverse(below, CHUNK), given * share[:, None])
+        if WIDE:
+            system, shares = _decayed_products(queries, keys, grown, CHUNK, COLUMNS)
+            given = given - tl.dot(keys * tl.exp(grown), tl.trans(kept))
+            given = tl.dot(_inverse(system * share[:, None], CHUNK), given * share[:, None])
+            y = tl.dot(queries * tl.exp(grown), tl.trans(kept)) + tl.dot(shares, given)
         else:
-            given *= share[:, None]
-        y = before * tl.dot(queries, tl.trans(kept)) + tl.dot(tl.dot(queries, tl.trans(keys)) * lower, given)
+            lower = tl.exp(tl.minimum(grown[:, None] - grown[None, :], 0.0))
+            lower = tl.where(i[:, None] >= i[None, :], lower, 0.0)
+            before = tl.exp(grown)[:, None]
+            if DELTA:
+                given = given - before * tl.dot(keys, tl.trans(kept))
+                below = tl.where(i[:, None] > i[None, :], tl.dot(keys, tl.trans(keys)) * lower * share[:, None], 0.0)
+                given = tl.dot(_inverse(below, CHUNK), given * share[:, None])
+            else:
+                given *= share[:, None]
+            y = before * tl.dot(queries, tl.trans(kept)) + tl.dot(tl.dot(queries, tl.trans(keys)) * lower, given)
         tl.store(out + t[:, None] * (V_HEADS * V_DIM) + d[None, :], y, mask=real)
-        rest = tl.exp(total - grown)[:, None]
-        kept = kept * tl.exp(total) + tl.dot(tl.trans(given * rest), keys)
+        if WIDE:
+            keys *= tl.exp(total[None, :] - grown)
+            kept = kept * tl.exp(total)[None, :] + tl.dot(tl.trans(given), keys)
+        else:
+            rest = tl.exp(total - grown)[:, None]
+            kept = kept * tl.exp(total) + tl.dot(tl.trans(given * rest), keys)
     tl.store(place, kept, mask=ok)
 
 
@@ -264,10 +306,12 @@ def _run(
     (num_tokens, heads, dim), (key_heads, width) = v.shape, k.shape[1:]
     out = torch.empty((num_tokens, heads, dim), dtype=torch.float32, device=v.device)
     columns, padded = power_of_2(width), power_of_2(dim)
+    wide = delta and decay.ndim == 3
     rows, how = min(max(1, TILE // columns), padded), dict[str, Any](num_warps=1, registers=168)
     if not by_token and num_tokens != kept[1].shape[0]:
-        columns, rows = max(columns, 16), min(max(padded, 16), CHUNK_ROWS)
-        how = {"num_warps": 8, "num_stages": 1, "CHUNK": CHUNK}
+        chunk, most = (WIDE_CHUNK, WIDE_ROWS) if wide else (CHUNK, CHUNK_ROWS)
+        columns, rows = max(columns, 16), min(max(padded, 16), most)
+        how = {"num_warps": 8, "num_stages": 1, "CHUNK": chunk}
     launch(
         _chunks if "CHUNK" in how else _walk,
         (-(-dim // rows), heads, kept[1].shape[0]),
@@ -281,6 +325,7 @@ def _run(
         COLUMNS=columns,
         TILED=tiled,
         DELTA=delta,
+        WIDE=wide,
         **how,
     )
     return out

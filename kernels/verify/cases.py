@@ -197,11 +197,14 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             yield (f"{name}, checkpoint scales", (q, scaled, *metadata, scale, None, shapes.softcap, *sinks))
 
 
-# sizes of recurrent ops. causal_conv: channels, width; delta_rule: key heads, value heads, k_dim, v_dim, tiled;
-# state_space: heads, groups, head_dim, state size
+# sizes of recurrent ops. causal_conv: channels, width; delta_rule: key heads, value heads, k_dim, v_dim, tiled, 1 for
+# a decay per key channel; state_space: heads, groups, head_dim, state size
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
     "causal_conv": ((70, 4),),
-    "delta_rule": ((2, 4, 20, 24, 0), (2, 4, 20, 24, 1), (2, 2, 128, 132, 0)),
+    "delta_rule": (
+        *((2, 4, 20, 24, 0, 0), (2, 4, 20, 24, 1, 0), (2, 2, 128, 132, 0, 0)),
+        *((2, 4, 20, 24, 0, 1), (2, 2, 128, 132, 0, 1)),
+    ),
     "state_space": ((4, 2, 10, 20), (6, 1, 64, 128)),
 }
 
@@ -230,14 +233,18 @@ def _causal_conv(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
 
 
 def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for k_heads, heads, k_dim, dim, tiled in _sizes("delta_rule", shapes):
+    for k_heads, heads, k_dim, dim, tiled, by_channel in _sizes("delta_rule", shapes):
         for name, count, slots, starts in _steps(shapes.facts.device):
             q, k = (source.normal(count, k_heads, k_dim) for _ in range(2))
             v = source.normal(count, heads, dim)
             decay, beta = (source.normal(count, heads, dtype=torch.float32).abs() for _ in range(2))
+            if by_channel:  # some channels forget all within a token, and exp(-sum) overflows; others forget nothing
+                strength = torch.linspace(0.0, 9.0, k_dim, device=source.device)
+                decay = source.normal(count, heads, k_dim, dtype=torch.float32).abs() * strength
             state = source.normal(5, heads, dim, k_dim, dtype=torch.float32)
             arguments = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
-            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", arguments)
+            more = ", tiled" * tiled + ", by channel" * by_channel
+            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{more}", arguments)
 
 
 def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:

@@ -50,6 +50,13 @@ def of_delta(lengths: list[int], device: torch.device, tiled: bool = False, dim:
     return (q, k, v, -decay, beta), state, (*starts(lengths, device), tiled)
 
 
+def of_channels(lengths: list[int], device: torch.device, tiled: bool = False, dim: int = 10) -> Made:
+    """`of_delta` with a decay per key channel: none in the first, about -30 per token in the last."""
+    (q, k, v, decay, beta), state, after = of_delta(lengths, device, tiled, dim)
+    decay = decay.unsqueeze(-1) * torch.linspace(0.0, 60.0, dim, device=device)
+    return (q, k, v, decay.contiguous(), beta), state, after
+
+
 def of_space(lengths: list[int], device: torch.device, size: int = 12) -> Made:
     draw, count = torch.Generator().manual_seed(9), sum(lengths)
     x, b, c = heads(torch.randn(count, 4 * 5 + 4 * size, generator=draw).to(device), [(4, 5), (2, size), (2, size)])
@@ -91,6 +98,12 @@ def test_delta_rule_token_by_token(lengths: list[int], tiled: bool, device: torc
     compare(partial(recurrent.delta_rule, by_token=True), plain.delta_rule, of_delta(lengths, device, tiled))
 
 
+@pytest.mark.parametrize("lengths", [GUESSES, *(pytest.param(one, marks=SLOW) for one in (DECODING, PROMPTS))])
+def test_delta_rule_with_a_decay_per_channel(lengths: list[int], device: torch.device) -> None:
+    made = of_channels(lengths, device, tiled=True)
+    compare(partial(recurrent.delta_rule, by_token=True), plain.delta_rule, made)
+
+
 @pytest.mark.parametrize("lengths", [DECODING[:1], *(pytest.param(one, marks=SLOW) for one in (GUESSES, PROMPTS))])
 def test_state_space_token_by_token(lengths: list[int], device: torch.device) -> None:
     compare(partial(recurrent.state_space, by_token=True), plain.state_space, of_space(lengths, device))
@@ -98,25 +111,43 @@ def test_state_space_token_by_token(lengths: list[int], device: torch.device) ->
 
 @SLOW
 @pytest.mark.parametrize("lengths", [[37, 1], [5], [2, 70, 3], GUESSES], ids=str)
-@pytest.mark.parametrize("op", ["delta_rule", "state_space"])
-def test_prompts_in_chunks(op: str, lengths: list[int], device: torch.device) -> None:
-    made = (of_delta if op == "delta_rule" else of_space)(lengths, device)
-    compare(getattr(recurrent, op), getattr(plain, op), made, 1e-5 if device.type == "cpu" else 2e-3)
+@pytest.mark.parametrize("made", [of_delta, of_channels, of_space])
+def test_prompts_in_chunks(made: Callable[..., Made], lengths: list[int], device: torch.device) -> None:
+    op = "state_space" if made is of_space else "delta_rule"
+    compare(getattr(recurrent, op), getattr(plain, op), made(lengths, device), 1e-5 if device.type == "cpu" else 2e-3)
+
+
+def test_a_chunk_with_a_decay_per_channel(device: torch.device) -> None:
+    """Its sequences end inside a chunk, whose padding neither decays nor adds."""
+    made = of_channels([18, 0, 3], device, tiled=True)
+    compare(recurrent.delta_rule, plain.delta_rule, made, 1e-5 if device.type == "cpu" else 2e-3)
 
 
 @SLOW
-def test_a_chunk_of_equal_keys_is_solved(device: torch.device) -> None:
+@pytest.mark.parametrize("dim", [3, 16, 33])
+def test_decays_per_channel_of_other_sizes(dim: int, device: torch.device) -> None:
+    """A token that erases every channel, and others around it that erase none."""
+    (q, k, v, decay, beta), state, after = of_channels([21, 33], device, dim=dim)
+    decay = torch.zeros_like(decay)
+    decay[11], decay[30] = -500.0, -30.0
+    made = (q, k, v, decay, beta), state, after
+    compare(recurrent.delta_rule, plain.delta_rule, made, 1e-4 if device.type == "cpu" else 2e-3)
+
+
+@SLOW
+@pytest.mark.parametrize("made_of", [of_delta, of_channels])
+def test_a_chunk_of_equal_keys_is_solved(made_of: Callable[..., Made], device: torch.device) -> None:
     """Without decay every token takes back what the one before has written: powers of such a system grow to 1e8."""
-    (q, k, v, decay, beta), state, after = of_delta([32], device)
+    (q, k, v, decay, beta), state, after = made_of([32], device)
     made = (q, torch.ones_like(k), v, decay * 0, torch.ones_like(beta)), state, after
     compare(recurrent.delta_rule, plain.delta_rule, made, 1e-5 if device.type == "cpu" else 2e-3)
 
 
 @SLOW
-@pytest.mark.parametrize("made", [of_conv, of_delta, of_space])
+@pytest.mark.parametrize("made", [of_conv, of_delta, of_channels, of_space])
 def test_a_prompt_gives_the_bits_of_its_tokens(made: Callable[..., Made], device: torch.device) -> None:
     delta_rule, state_space = (partial(run, by_token=True) for run in (recurrent.delta_rule, recurrent.state_space))
-    run: Any = {of_conv: recurrent.causal_conv, of_delta: delta_rule, of_space: state_space}[made]
+    run: Any = {of_conv: recurrent.causal_conv, of_space: state_space}.get(made, delta_rule)
     before, state, (_, _, *more) = made([19], device)
     whole, single = state.clone(), state.clone()
     y = run(*before, whole, *starts([19], device), *more)
