@@ -124,8 +124,8 @@ def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -
     return (Impl(op, "triton", fits, _lazily(module, op)),)
 
 
-def _recurrence(op: str) -> tuple[Impl, ...]:
-    run = _lazily("recurrent", op)
+def _recurrence(op: str, module: str = "recurrent") -> tuple[Impl, ...]:
+    run = _lazily(module, op)
     by_token = Impl(op, "triton_invariant", _fits, partial(run, by_token=True))
     return (Impl(op, "triton", _chunks_fit, run), by_token)
 
@@ -165,6 +165,8 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     ),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attn_out": _impl("attn_out", "segments"),
+    "gated_delta": _recurrence("gated_delta", "segments"),
+    "mamba": _recurrence("mamba", "segments"),
     "mlp": _impl("mlp", "segments"),
     "experts": _impl("experts", "experts"),
     "head": _impl("head", "segments"),

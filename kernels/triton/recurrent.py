@@ -11,13 +11,14 @@ diagonal blocks of size 2 s, the inverses of the latter are X - X B X.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layer_weights import MambaWeights, Norm
 from .launch import launch, power_of_2, wait_for_previous
 from .sequences import sequence_of
 
@@ -25,6 +26,7 @@ TOKENS, CHANNELS = (
     16,
     128,
 )  # tile of the convolution in prefill; in decode a program computes one token and twice the channels
+GATE_TILE = 512  # elements of heads that a program norms and gates
 TILE = 1024  # state elements held by a program (one warp) in token-by-token mode
 CHUNK = 32  # tokens per chunk
 CHUNK_ROWS = 32  # rows of a state per program in chunked mode
@@ -125,6 +127,28 @@ def _require_whole(state: Tensor) -> None:
 
 
 @triton.jit
+def _softplus(x):
+    return tl.log(1.0 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _step(x, bias, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Mamba-2's time step; MOST 0: no limits."""
+    found = _softplus(x + bias)
+    if MOST > 0.0:
+        found = tl.minimum(tl.maximum(found, LEAST), MOST)
+    return found
+
+
+@triton.jit
+def _log_decay(a, bias, speed, FLOOR: tl.constexpr):
+    """`mixers.log_decay` of float32 values; FLOOR 0: none."""
+    if FLOOR < 0.0:
+        return FLOOR * _sigmoid(-speed * (a + bias))
+    return speed * _softplus(a + bias)
+
+
+@triton.jit
 def _key_head(head, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, TILED: tl.constexpr):
     """The key head of value head `head`."""
     return head % K_HEADS if TILED else head // (V_HEADS // K_HEADS)
@@ -138,11 +162,16 @@ def _unit(x):
 
 @triton.jit
 def _walk(
-    v, k, q, decay, rate, state, slots, cu_query_lens, out, v_stride, k_stride, q_stride, slot_stride,
+    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+    v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
+    FLOOR: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Advance ROWS rows of a head's state through the tokens of one sequence, token by token."""
+    """Advance ROWS rows of a head's state through the tokens of one sequence, token by token.
+
+    RAW   `decay` and `rate` are what a product gave, as in `Raw`
+    """
     wait_for_previous(PDL)
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -158,20 +187,29 @@ def _walk(
     kept = tl.load(place, mask=ok, other=0.0)
     key = _key_head(head, V_HEADS, K_HEADS, TILED) * K_DIM + n[None, :]
     inside = (n < K_DIM)[None, :]
+    if RAW:
+        own_speed = tl.load(speed + head)
+        if WIDE:
+            own_bias = tl.load(bias + head * K_DIM + n[None, :], mask=inside, other=0.0)
+        else:
+            own_bias = tl.load(bias + head)
     for token in range(count):
         t = first + token
         k_row = tl.load(k + t * k_stride + key, mask=inside, other=0.0).to(tl.float32)
         q_row = tl.load(q + t * q_stride + key, mask=inside, other=0.0).to(tl.float32)
         given = tl.load(v + t * v_stride + head * V_DIM + d, mask=d < V_DIM, other=0.0).to(tl.float32)
-        share = tl.load(rate + t * V_HEADS + head)
+        share = tl.load(rate + t * rate_stride + head).to(tl.float32)
+        if RAW:
+            share = _sigmoid(share) if DELTA else _step(share, own_bias, LEAST, MOST)
         if DELTA:
             k_row = _unit(k_row)
             q_row = _unit(q_row) * (K_DIM**-0.5)
             if WIDE:
-                row = decay + (t * V_HEADS + head) * K_DIM + n[None, :]
-                kept *= tl.exp(tl.load(row, mask=inside, other=0.0))
+                row = decay + t * decay_stride + head * K_DIM + n[None, :]
+                log = tl.load(row, mask=inside, other=0.0).to(tl.float32)
             else:
-                kept *= tl.exp(tl.load(decay + t * V_HEADS + head))
+                log = tl.load(decay + t * decay_stride + head).to(tl.float32)
+            kept *= tl.exp(_log_decay(log, own_bias, own_speed, FLOOR) if RAW else log)
             given -= tl.sum(kept * k_row, 1)
         else:
             kept *= tl.exp(share * tl.load(decay + head))
@@ -218,10 +256,11 @@ def _decayed_products(queries, keys, grown, CHUNK: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _chunks(
-    v, k, q, decay, rate, state, slots, cu_query_lens, out, v_stride, k_stride, q_stride, slot_stride,
+    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+    v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
+    FLOOR: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance ROWS rows of a head's state through the chunks of one sequence; padding after its end has no effect."""
     wait_for_previous(PDL)
@@ -243,8 +282,14 @@ def _chunks(
     k += first * k_stride
     q += first * q_stride
     out += (first * V_HEADS + head) * V_DIM
-    rate += first * V_HEADS + head
-    decay += (first * V_HEADS + head) * (K_DIM if WIDE else 1) if DELTA else head
+    rate += first * rate_stride + head
+    decay += first * decay_stride + head * (K_DIM if WIDE else 1)
+    if RAW:
+        own_speed = tl.load(speed + head)
+        if WIDE:
+            own_bias = tl.load(bias + head * K_DIM + n, mask=n < K_DIM, other=0.0)[None, :]
+        else:
+            own_bias = tl.load(bias + head)
     for chunk in range((count + CHUNK - 1) // CHUNK):
         there = chunk * CHUNK + i < count
         t = chunk * CHUNK + i  # 32-bit offsets: a step has fewer than 2^31 elements
@@ -253,14 +298,19 @@ def _chunks(
         keys = tl.load(k + t[:, None] * k_stride + key, mask=inside, other=0.0).to(tl.float32)
         queries = tl.load(q + t[:, None] * q_stride + key, mask=inside, other=0.0).to(tl.float32)
         given = tl.load(v + t[:, None] * v_stride + d[None, :], mask=real, other=0.0).to(tl.float32)
-        share = tl.load(rate + t * V_HEADS, mask=there, other=0.0)
+        share = tl.load(rate + t * rate_stride, mask=there, other=0.0).to(tl.float32)
+        if RAW:
+            share = tl.where(there, _sigmoid(share) if DELTA else _step(share, own_bias, LEAST, MOST), 0.0)
         if DELTA:
             keys = _unit(keys)
             queries = _unit(queries) * (K_DIM**-0.5)
             if WIDE:
-                logs = tl.load(decay + t[:, None] * (V_HEADS * K_DIM) + n[None, :], mask=inside, other=0.0)
+                logs = tl.load(decay + t[:, None] * decay_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
             else:
-                logs = tl.load(decay + t * V_HEADS, mask=there, other=0.0)
+                logs = tl.load(decay + t * decay_stride, mask=there, other=0.0).to(tl.float32)
+            if RAW:
+                logs = _log_decay(logs, own_bias, own_speed, FLOOR)
+                logs = tl.where(inside if WIDE else there, logs, 0.0)
         else:
             logs = share * tl.load(decay)
         grown = tl.cumsum(logs, 0)
@@ -291,7 +341,22 @@ def _chunks(
     tl.store(place, kept, mask=ok)
 
 
-def _run(
+class Raw(NamedTuple):
+    """How a recurrence computes rates itself, from rows of any float type with contiguous heads.
+
+    bias    float32, added to the rows: per head, or per head and key channel
+    speed   float32 [num_heads], below 0: log decay = speed · softplus(a + bias)
+    floor   below 0: log decay = floor · sigmoid(-speed · (a + bias)); 0: none
+    steps   limits of Mamba-2's time steps softplus(rate + bias); the highest is 0 if there are none
+    """
+
+    bias: Tensor
+    speed: Tensor
+    floor: float = 0.0
+    steps: tuple[float, float] = (0.0, 0.0)
+
+
+def run(
     given: tuple[Tensor, Tensor, Tensor],
     decay: Tensor,
     rate: Tensor,
@@ -299,14 +364,21 @@ def _run(
     delta: bool,
     by_token: bool,
     tiled: bool = False,
+    raw: Raw | None = None,
 ) -> Tensor:
-    """Launch a recurrence. given: values, keys, queries [num_tokens, heads, dim]; kept: state, slots, cu_query_lens."""
+    """Launch a recurrence. given: values, keys, queries [num_tokens, heads, dim]; kept: state, slots, cu_query_lens.
+
+    raw   with a delta rule, `decay` holds a [num_tokens, heads (, k_dim)], and `rate` what beta is the sigmoid of; with
+          Mamba-2, `rate` holds the time steps before their bias
+    """
     _require_whole(kept[0])
     v, k, q = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in given)
     (num_tokens, heads, dim), (key_heads, width) = v.shape, k.shape[1:]
     out = torch.empty((num_tokens, heads, dim), dtype=torch.float32, device=v.device)
     columns, padded = power_of_2(width), power_of_2(dim)
     wide = delta and decay.ndim == 3
+    if raw is None:
+        decay, rate = decay.contiguous(), rate.contiguous()
     rows, how = min(max(1, TILE // columns), padded), dict[str, Any](num_warps=1, registers=168)
     if not by_token and num_tokens != kept[1].shape[0]:
         chunk, most = (WIDE_CHUNK, WIDE_ROWS) if wide else (CHUNK, CHUNK_ROWS)
@@ -315,8 +387,8 @@ def _run(
     launch(
         _chunks if "CHUNK" in how else _walk,
         (-(-dim // rows), heads, kept[1].shape[0]),
-        *(v, k, q, decay.contiguous(), rate.contiguous(), *kept, out),
-        *(x.stride(0) for x in (v, k, q, kept[0])),
+        *(v, k, q, decay, rate, *((rate, rate) if raw is None else raw[:2]), *kept, out),
+        *(v.stride(0), k.stride(0), q.stride(0), decay.stride(0) if delta else 0, rate.stride(0), kept[0].stride(0)),
         V_HEADS=heads,
         K_HEADS=key_heads,
         V_DIM=dim,
@@ -326,6 +398,10 @@ def _run(
         TILED=tiled,
         DELTA=delta,
         WIDE=wide,
+        RAW=raw is not None,
+        FLOOR=0.0 if raw is None else raw.floor,
+        LEAST=0.0 if raw is None else raw.steps[0],
+        MOST=0.0 if raw is None else raw.steps[1],
         **how,
     )
     return out
@@ -348,7 +424,7 @@ def delta_rule(
 
     by_token   process prompts token by token as well: results are bitwise independent of chunking
     """
-    return _run((v, k, q), decay, beta, (state, slots, cu_query_lens), True, by_token, tiled)
+    return run((v, k, q), decay, beta, (state, slots, cu_query_lens), True, by_token, tiled)
 
 
 def state_space(
@@ -364,4 +440,82 @@ def state_space(
     by_token: bool = False,
 ) -> Tensor:
     """`recurrent.state_space`; strides and `by_token` as in `delta_rule`."""
-    return _run((x, b, c), decay, steps, (state, slots, cu_query_lens), False, by_token)
+    return run((x, b, c), decay, steps, (state, slots, cu_query_lens), False, by_token)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate(
+    y, z, weight, out, eps, num_rows, z_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)[None, :]
+    ok = (row < num_rows)[:, None] & (d < DIM)
+    gain = tl.load(weight + d, mask=d < DIM, other=0.0)
+    wait_for_previous(PDL)
+    wide = tl.load(y + row[:, None] * DIM + d, mask=ok, other=0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
+    at = (row // HEADS * z_stride + row % HEADS * DIM)[:, None] + d
+    gates = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    factor = _sigmoid(gates)
+    if not SIGMOID:
+        factor *= gates
+    result = wide * scale[:, None] * gain * factor
+    tl.store(out + row[:, None] * DIM + d, result.to(out.dtype.element_ty), mask=ok)
+
+
+def gated_norm(y: Tensor, z: Tensor, norm: Norm, is_sigmoid: bool) -> Tensor:
+    """norm(y) · silu(z), or · sigmoid(z): [num_tokens, heads · dim] in the dtype of z, whose tokens may be strided.
+
+    y   float32 [num_tokens, heads, dim], contiguous; each head is normed by itself
+    """
+    (num_tokens, heads, dim), padded = y.shape, power_of_2(y.shape[2])
+    out = torch.empty((num_tokens, heads * dim), dtype=z.dtype, device=y.device)
+    rows = max(1, GATE_TILE // padded)
+    arguments = (y, z, norm.weight, out, norm.eps, num_tokens * heads, z.stride(0))
+    sizes = {"HEADS": heads, "DIM": dim, "PADDED": padded, "ROWS": rows, "SIGMOID": is_sigmoid}
+    launch(_gate, (-(-num_tokens * heads // rows),), *arguments, num_warps=2, **sizes)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_groups(
+    y, x, z, skip, norm, gain, out, eps, num_rows, x_stride, z_stride,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)[None, :]
+    ok = (row < num_rows)[:, None] & (d < DIM)
+    channel = (row % GROUPS)[:, None] * DIM + d
+    token = (row // GROUPS)[:, None]
+    gains = tl.load(norm + d, mask=d < DIM, other=0.0) * tl.load(gain + channel, mask=ok, other=0.0)
+    skips = tl.load(skip + channel // HEAD, mask=ok, other=0.0)
+    wait_for_previous(PDL)
+    wide = tl.load(y + token * (GROUPS * DIM) + channel, mask=ok, other=0.0)
+    wide += tl.load(x + token * x_stride + channel, mask=ok, other=0.0).to(tl.float32) * skips
+    gates = tl.load(z + token * z_stride + channel, mask=ok, other=0.0).to(tl.float32)
+    wide *= gates * _sigmoid(gates)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
+    at = out + token * (GROUPS * DIM) + channel
+    tl.store(at, (wide * scale[:, None] * gains).to(out.dtype.element_ty), mask=ok)
+
+
+def gated_groups(y: Tensor, values: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
+    """norm((y + skip · values) · silu(z)) · gain, each group normed by itself: [num_tokens, inner], dtype of z.
+
+    y        float32 [num_tokens, num_heads, head_dim], contiguous
+    values   float [num_tokens, num_heads, head_dim], what the state space was given; tokens may be strided
+    z        [num_tokens, inner]; tokens may be strided
+    """
+    num_tokens, inner, groups = y.shape[0], y.shape[1] * y.shape[2], weights.num_groups
+    dim = inner // groups
+    padded = power_of_2(dim)
+    out = torch.empty((num_tokens, inner), dtype=z.dtype, device=y.device)
+    rows, warps = max(1, GATE_TILE // padded), min(max(padded // 256, 2), 16)
+    vectors = (weights.skip, weights.out_norm.weight, weights.gain)
+    arguments = (y, values, z, *vectors, out, weights.out_norm.eps, num_tokens * groups, values.stride(0), z.stride(0))
+    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": weights.head_dim, "PADDED": padded, "ROWS": rows}
+    launch(_gate_groups, (-(-num_tokens * groups // rows),), *arguments, num_warps=warps, **sizes)
+    return out

@@ -7,6 +7,7 @@ is worth about a microsecond.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,23 +16,31 @@ from torch import Tensor
 from ..kv_pages import KVPages
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_DELTA,
     FUSED_HEAD,
+    FUSED_MAMBA,
     FUSED_MLP,
     AttentionWeights,
+    DeltaWeights,
     HeadWeights,
     Linear,
     LinearPart,
+    MambaWeights,
     MlpWeights,
     Norm,
     has_only,
 )
+from ..state_slots import StateSlots
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
+from .recurrent import Raw, causal_conv, gated_groups, gated_norm
+from .recurrent import run as recurrence
 from .rms_norm import rms_norm
 
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
 _GATES = ("silu", "gelu_tanh")
+LONGEST = 3e38  # a time step without an upper limit
 
 
 def attn_in(
@@ -44,14 +53,9 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
-    parts, plain = weights.qkv.parts, weights.qkv.additions is None
     if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
-    if plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts):
-        outputs = [product(x, part.prepared, Extras(part.bias, weights.norm)) for part in parts]
-        qkv = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    else:
-        qkv = weights.qkv(_normed(x, weights.norm))
+    (qkv,) = _of_normed(x, weights.norm, weights.qkv)
     heads = qkv.view(x.shape[0], -1, weights.head_dim)
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     arguments = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
@@ -89,6 +93,81 @@ def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Te
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
     product(x, part.prepared, Extras(part.bias, weights.norm), out=logits)
     return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
+
+
+def gated_delta(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: DeltaWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    *,
+    by_token: bool = False,
+) -> Tensor:
+    """`mixers.gated_delta` in six launches for a single row: two products, convolution, recurrence, gates, output."""
+    if not has_only(weights, FUSED_DELTA) or not x.is_contiguous():
+        return composed(x, weights, kept, slots, cu_query_lens)
+    heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
+    rows, rates = _of_normed(x, weights.norm, weights.qkvz, weights.ba)
+    mixed, z = rows.tensor_split([2 * keys + values], -1)
+    b, a = rates.tensor_split([heads], -1)
+    z = z if weights.z_up is None else weights.z_up(z.contiguous())
+    a = a if weights.a_up is None else weights.a_up(a.contiguous())
+    mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
+    q, k, v = mixed.split([keys, keys, values], -1)
+    given = v.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (weights.num_k_heads, -1)) for part in (k, q))
+    a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
+    raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0)
+    y = recurrence(given, a, b, (kept.state, slots, cu_query_lens), True, by_token, weights.tiled, raw)
+    return _onto(x, weights.out, gated_norm(y, z, weights.out_norm, weights.sigmoid_gate))
+
+
+def mamba(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: MambaWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    *,
+    by_token: bool = False,
+) -> Tensor:
+    """`mixers.mamba` in five launches for a single row: product, convolution, recurrence, gates, output."""
+    if not has_only(weights, FUSED_MAMBA) or not x.is_contiguous():
+        return composed(x, weights, kept, slots, cu_query_lens)
+    heads, groups, inner = weights.num_heads, weights.num_groups, weights.num_heads * weights.head_dim
+    (rows,) = _of_normed(x, weights.norm, weights.inputs)
+    z, mixed, steps = rows.tensor_split([inner, rows.shape[1] - heads], -1)
+    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens, True)
+    values, *shared = mixed.split([inner, *[groups * weights.state_size] * 2], -1)
+    given = values.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (groups, -1)) for part in shared)
+    shortest, longest = weights.steps or (0.0, math.inf)
+    limits = (shortest, min(longest, LONGEST)) if weights.steps else (0.0, 0.0)
+    raw = Raw(weights.dt_bias, weights.decay, steps=limits)
+    y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
+    return _onto(x, weights.out, gated_groups(y, given[0], z, weights))
+
+
+def _of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
+    """The products of norm(x); for a single row, each norms x itself if all can."""
+    parts = [part for linear in linears for part in linear.parts]
+    plain = all(linear.additions is None for linear in linears)
+    fuses = plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
+    if not fuses:
+        normed = _normed(x, norm)
+        return [linear(normed) for linear in linears]
+    found = []
+    for linear in linears:
+        outputs = [product(x, part.prepared, Extras(part.bias, norm)) for part in linear.parts]
+        found.append(outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
+    return found
+
+
+def _onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
+    """x + the product of rows, in place."""
+    part = only_part(linear, rows)
+    return x.add_(linear(rows)) if part is None else product(rows, part.prepared, Extras(part.bias, residual=x), out=x)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -1,0 +1,148 @@
+"""Fused segments of recurrent mixers against the composed ones: single rows, several, prompts in chunks, odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+from localllm.kernels.layer_weights import DeltaWeights, Linear, LinearPart, MambaWeights, Norm
+from localllm.kernels.segments import REFERENCES
+from localllm.kernels.state_slots import StateSlots
+from localllm.kernels.table import implementations
+from localllm.kernels.triton import segments
+
+HIDDEN, SLOTS = 48, 5
+SLOW = pytest.mark.slow
+IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
+
+
+def normal(*shape: int, seed: int = 4, scale: float = 0.5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def products(sizes: tuple[int, ...], k: int, device: torch.device, seed: int) -> Linear:
+    """Random half-precision weights in parts of so many outputs."""
+    made = []
+    for index, n in enumerate(sizes):
+        dense = normal(n, k, seed=10 * seed + index, scale=k**-0.5).half().to(device)
+        made.append(LinearPart(IMPL, IMPL.prepare(Weight("dense", (n, k), dense)), None, (n, k)))
+    return Linear(tuple(made))
+
+
+def delta(
+    k_heads: int, v_heads: int, k_dim: int, v_dim: int, device: torch.device, *, kimi: bool = False, rank: int = 0
+) -> DeltaWeights:
+    keys, values = k_heads * k_dim, v_heads * v_dim
+    decays = keys if kimi else v_heads
+    return DeltaWeights(
+        norm=Norm(torch.linspace(0.5, 1.5, HIDDEN, device=device), 1e-6),
+        qkvz=products((2 * keys + values, rank or values), HIDDEN, device, 1),
+        ba=products((v_heads, rank or decays), HIDDEN, device, 2),
+        out=products((HIDDEN,), values, device, 3),
+        conv=normal(2 * keys + values, 4).to(device),
+        decay=-torch.linspace(0.1, 2.0, v_heads, device=device),
+        dt_bias=torch.linspace(-1.0, 1.0, decays, device=device),
+        out_norm=Norm(torch.linspace(0.5, 1.5, v_dim, device=device), 1e-6),
+        num_k_heads=k_heads,
+        num_v_heads=v_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        sigmoid_gate=kimi,
+        floor=-5.0 if kimi and not rank else None,
+        a_up=products((decays,), rank, device, 5) if rank else None,
+        z_up=products((values,), rank, device, 6) if rank else None,
+    )
+
+
+def mamba(groups: int, device: torch.device, steps: tuple[float, float] | None = None) -> MambaWeights:
+    heads, dim, size = 6, 10, 12
+    inner, channels = heads * dim, heads * dim + 2 * groups * size
+    return MambaWeights(
+        norm=Norm(torch.linspace(0.5, 1.5, HIDDEN, device=device), 1e-6),
+        inputs=products((inner + channels + heads,), HIDDEN, device, 1),
+        out=products((HIDDEN,), inner, device, 3),
+        conv=normal(channels, 4).to(device),
+        decay=-torch.linspace(0.1, 2.0, heads, device=device),
+        skip=torch.linspace(0.2, 1.0, heads, device=device),
+        dt_bias=torch.linspace(-1.0, 1.0, heads, device=device),
+        out_norm=Norm(torch.ones(inner // groups, device=device), 1e-5),
+        gain=torch.linspace(0.5, 1.5, inner, device=device),
+        num_heads=heads,
+        head_dim=dim,
+        num_groups=groups,
+        state_size=size,
+        conv_bias=normal(channels, seed=9).to(device),
+        steps=steps,
+    )
+
+
+KINDS: dict[str, Callable[[torch.device], Any]] = {
+    "gated delta": lambda device: delta(2, 4, 10, 6, device),
+    "tiled": lambda device: replace(delta(2, 4, 16, 20, device), tiled=True),
+    "kimi": lambda device: delta(3, 3, 10, 14, device, kimi=True, rank=8),
+    "ling": lambda device: delta(2, 2, 16, 16, device, kimi=True),
+    "mamba": lambda device: mamba(2, device),
+    "limited mamba": lambda device: mamba(3, device, (0.3, 0.9)),
+    "half-limited mamba": lambda device: mamba(1, device, (0.3, float("inf"))),
+}
+
+
+def slots_of(weights: Any, device: torch.device) -> StateSlots:
+    if isinstance(weights, DeltaWeights):
+        shape = weights.num_v_heads, weights.v_dim, weights.k_dim
+    else:
+        shape = weights.num_heads, weights.head_dim, weights.state_size
+    channels, width = weights.conv.shape
+    conv, state = normal(SLOTS, channels, width - 1, seed=7), normal(SLOTS, *shape, seed=8)
+    return StateSlots(conv.to(device), state.to(device))
+
+
+CASES = [
+    *(("gated delta", lengths) for lengths in ([1], [1, 1, 1])),
+    *(pytest.param("gated delta", lengths, marks=SLOW) for lengths in ([37, 0, 5], [2])),
+    *(pytest.param(kind, lengths, marks=SLOW) for kind in list(KINDS)[1:] for lengths in ([1], [1, 1, 1], [18, 0, 3])),
+    ("ling", [5]),
+    ("mamba", [1, 1]),
+]
+
+
+@pytest.mark.parametrize("by_token", [pytest.param(True, marks=SLOW), False])
+@pytest.mark.parametrize(("kind", "lengths"), CASES)
+def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: torch.device) -> None:
+    weights = KINDS[kind](device)
+    name = "gated_delta" if isinstance(weights, DeltaWeights) else "mamba"
+    x = normal(sum(lengths), HIDDEN, seed=3, scale=1.0).half().to(device)
+    slots = torch.tensor([3, 0, 4][: len(lengths)], device=device)
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+    def composed(*_: object) -> Tensor:
+        raise AssertionError("the composed segment was called")
+
+    found, wanted, before = (slots_of(weights, device) for _ in range(3))
+    y = getattr(segments, name)(composed, x.clone(), weights, found, slots, starts, by_token=by_token)
+    expected = REFERENCES[name](x.clone(), weights, wanted, slots, starts)
+    assert y.dtype is torch.float16
+    torch.testing.assert_close(y.float(), expected.float(), rtol=1e-2, atol=1e-2)
+    for ours, theirs, old in zip(vars_of(found), vars_of(wanted), vars_of(before), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=5e-3)
+        assert torch.equal(ours[[1, 2]], old[[1, 2]]) and not torch.equal(ours[3], old[3])
+
+
+def vars_of(kept: StateSlots) -> tuple[Tensor, Tensor]:
+    assert kept.state is not None
+    return kept.conv, kept.state
+
+
+def test_what_they_do_not_know_is_composed(device: torch.device) -> None:
+    """An output that ranks must join, and rows that are not contiguous."""
+    weights = mamba(2, device)
+    kept, starts = slots_of(weights, device), torch.tensor([0, 1], device=device).int()
+    x, slots = normal(1, 2 * HIDDEN).half().to(device), torch.tensor([3], device=device)
+    for rows, layer in ((x[:, ::2], weights), (x[:, :HIDDEN], replace(weights, join=object()))):
+        assert segments.mamba(lambda *_: "composed", rows, layer, kept, slots, starts) == "composed"
