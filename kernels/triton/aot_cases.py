@@ -29,7 +29,7 @@ from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY
 from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
 from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
-from .recurrent import causal_conv, delta_rule, state_space
+from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
 from .rms_norm import rms_norm
 from .sampling import sample
 
@@ -282,20 +282,36 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             weight, state = _meta(torch.float32, channels, width), _meta(torch.float32, 1, channels, width - 1)
             of_conv = (_meta(dtype, tokens, channels), weight, None, state, slots, bounds, silu)
             yield "causal_conv", f"{channels} x {width} {name}", partial(causal_conv, *of_conv)
+        y, z = _meta(torch.float32, tokens, 48, 128), _meta(dtype, tokens, 48 * 128)
+        norm = Norm(_meta(torch.float32, 128), 1e-6)
+        yield "gated_delta", f"gates {name}", partial(gated_norm, y, z, norm, is_sigmoid=tokens > 1)
+        for groups in (1, 8):  # Granite 4, Nemotron 3
+            y, vector = _meta(torch.float32, tokens, 128, 64), _meta(torch.float32, 128 * 64)
+            z, norm = _meta(dtype, tokens, 128 * 64), Norm(_meta(torch.float32, 128 * 64 // groups), 1e-5)
+            call = partial(gated_groups, y, y, z, vector, norm, vector, groups)
+            yield "mamba", f"gates of {groups} groups, {name}", call
     # single tokens; chunked prompts only on GPUs with tensor cores
     for count, name in ((1, ""), (512, " prompt"))[: 1 + (80 <= card.capability < AMD)]:
         for k_heads, heads, k_dim, dim in ((16, 48, 128, 128), (2, 4, 20, 24)):
             q, v = _meta(torch.float32, count, k_heads, k_dim), _meta(torch.float32, count, heads, dim)
             rate, state = _meta(torch.float32, count, heads), _meta(torch.float32, 1, heads, dim, k_dim)
-            for decay, by in ((rate, ""), (_meta(torch.float32, count, heads, k_dim), " by channel")):
+            for channels, by in ((1, ""), (k_dim, " by channel")):
+                decay = rate if channels == 1 else _meta(torch.float32, count, heads, k_dim)
                 given = (q, q, v, decay, rate, state, slots, bounds)
                 yield "delta_rule", f"{k_dim} x {dim}{by}{name}", partial(delta_rule, *given)
+                raw = Raw(_meta(torch.float32, heads * channels), _meta(torch.float32, heads), -5.0 * (channels > 1))
+                a, b, tail = decay.to(dtype), rate.to(dtype), (True, False, False, raw)
+                call = partial(run, (v, q, q), a, b, (state, slots, bounds), *tail)
+                yield "delta_rule", f"{k_dim} x {dim}{by}{name} raw", call
         for heads, groups, dim, size in ((128, 8, 64, 128), (4, 2, 10, 20)):
             x, b = _meta(torch.float32, count, heads, dim), _meta(torch.float32, count, groups, size)
             steps, decay = _meta(torch.float32, count, heads), _meta(torch.float32, heads)
             state = _meta(torch.float32, 1, heads, dim, size)
             given = (x, b, b, steps, decay, state, slots, bounds)
             yield "state_space", f"{dim} x {size}{name}", partial(state_space, *given)
+            raw = Raw(decay, decay, steps=(0.001, 0.1))
+            call = partial(run, (x, b, b), decay, steps.to(dtype), (state, slots, bounds), False, False, raw=raw)
+            yield "state_space", f"{dim} x {size}{name} raw", call
 
 
 # ---- products

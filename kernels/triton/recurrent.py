@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layer_weights import MambaWeights, Norm
+from ..layer_weights import Norm
 from .launch import launch, power_of_2, wait_for_previous
 from .sequences import sequence_of
 
@@ -502,20 +502,22 @@ def _gate_groups(
     tl.store(at, (wide * scale[:, None] * gains).to(out.dtype.element_ty), mask=ok)
 
 
-def gated_groups(y: Tensor, values: Tensor, z: Tensor, weights: MambaWeights) -> Tensor:
+def gated_groups(y: Tensor, values: Tensor, z: Tensor, skip: Tensor, norm: Norm, gain: Tensor, groups: int) -> Tensor:
     """norm((y + skip · values) · silu(z)) · gain, each group normed by itself: [num_tokens, inner], dtype of z.
 
     y        float32 [num_tokens, num_heads, head_dim], contiguous
     values   float [num_tokens, num_heads, head_dim], what the state space was given; tokens may be strided
     z        [num_tokens, inner]; tokens may be strided
+    skip     float32 [num_heads]
+    gain     float32 [inner]
     """
-    num_tokens, inner, groups = y.shape[0], y.shape[1] * y.shape[2], weights.num_groups
+    num_tokens, inner = y.shape[0], y.shape[1] * y.shape[2]
     dim = inner // groups
     padded = power_of_2(dim)
     out = torch.empty((num_tokens, inner), dtype=z.dtype, device=y.device)
     rows, warps = max(1, GATE_TILE // padded), min(max(padded // 256, 2), 16)
-    vectors = (weights.skip, weights.out_norm.weight, weights.gain)
-    arguments = (y, values, z, *vectors, out, weights.out_norm.eps, num_tokens * groups, values.stride(0), z.stride(0))
-    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": weights.head_dim, "PADDED": padded, "ROWS": rows}
+    vectors = (skip, norm.weight, gain)
+    arguments = (y, values, z, *vectors, out, norm.eps, num_tokens * groups, values.stride(0), z.stride(0))
+    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": y.shape[2], "PADDED": padded, "ROWS": rows}
     launch(_gate_groups, (-(-num_tokens * groups // rows),), *arguments, num_warps=warps, **sizes)
     return out

@@ -146,7 +146,7 @@ def mamba(
     limits = (shortest, min(longest, LONGEST)) if weights.steps else (0.0, 0.0)
     raw = Raw(weights.dt_bias, weights.decay, steps=limits)
     y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
-    return _onto(x, weights.out, gated_groups(y, given[0], z, weights))
+    return _onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, weights.out_norm, weights.gain, groups))
 
 
 def _of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
