@@ -180,6 +180,7 @@ class LatentWeights:
     post_norm: Norm | None = None  # on the output, before the residual
     temperature: tuple[float, int] | None = None  # as in `AttentionWeights`
     gated: bool = False  # `qkv` ends with one gate per head, whose sigmoid multiplies the head's output
+    stacked: tuple[LinearPart, LinearPart] | None = None  # `k_up` and `v_up` as one part each, where layouts allow it
     join: Join | None = None  # for `out`, with tensor parallelism
 
     @property

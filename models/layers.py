@@ -233,7 +233,11 @@ LATENT_EPS = 1e-6  # of the norms over latents, independent of the model's epsil
 
 
 def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeights:
-    k_up, v_up = _by_head(layer, facts)
+    stacks = Stack(facts.num_heads), Stack(facts.num_heads)
+    for stack, ups in zip(stacks, _by_head(layer, facts), strict=True):
+        for up in ups:
+            stack.add(up)
+    (k_up, all_k), (v_up, all_v) = (stack.finished() for stack in stacks)
 
     def norm(name: str, size: int) -> Norm:
         return replace(layer.norm(name, size), eps=LATENT_EPS)
@@ -254,6 +258,7 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
         post_norm=layer.norm_if(layer.norms.after_mixer),
         temperature=_temperature(layer, facts),
         gated=facts.gated,
+        stacked=None if all_k is None or all_v is None else (all_k, all_v),
     )
 
 

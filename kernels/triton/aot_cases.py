@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ..experts import tile_size
 from ..kv_pages import KVPages
-from ..layer_weights import ExpertsWeights, Linear, Norm
+from ..layer_weights import ExpertsWeights, LatentWeights, Linear, LinearPart, Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .experts import routed, sorted_by_expert, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
-from .latent import attend
+from .latent import attend, latent_step
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow import narrow_product
-from .ops import FP4_CAPABILITY, FP8_CAPABILITY
+from .ops import FP4_CAPABILITY, FP8_CAPABILITY, IMPLS
 from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
 from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
@@ -189,6 +189,43 @@ def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         pages = KVPages(*(None if part is None else part.to("meta") for part in empty))
         given = (_meta(dtype, 1, heads, 576), pages, table, bounds, lengths, 0.1)
         yield "latent_attention", f"{kv_format} {heads} x 512 + 64", partial(attend, *given)
+    view = *(_meta(torch.float32, 1, 32) for _ in range(2)), table, _meta(torch.int64, 1)
+    for kv_format, heads, query_rank, still in ((native, 20, 768, 192), ("int8", 16, 256, 128), ("fp8", 32, 0, 128)):
+        empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
+        pages = KVPages(*(None if part is None else part.to("meta") for part in empty))
+        weights = _latent_weights(dtype, heads, query_rank, still)
+        call = partial(latent_step, _meta(dtype, 1, 2048), weights, pages, view, bounds, lengths)
+        yield "latent_attention", f"{kv_format} {heads} heads of {still}, step", call
+
+
+def _latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int) -> LatentWeights:
+    """Weights with latents of 512 + 64 and values of 256, gated if there is a query latent."""
+    form = next(form for form in FORMS if form.code == ("f16" if dtype is torch.float16 else "bf16"))
+    impl = next(impl for impl in IMPLS["linear"] if impl.name == "triton")
+    norm, queries = Norm(_meta(torch.float32, 512), 1e-6), heads * (still + 64)
+
+    def part(n: int, k: int) -> LinearPart:
+        return LinearPart(impl, described(form, n, k), None, (n, k))
+
+    def linear(n: int, k: int) -> Linear:
+        return Linear((part(n, k),))
+
+    return LatentWeights(
+        norm=Norm(_meta(torch.float32, 2048), 1e-6),
+        qkv=linear((query_rank or queries) + 576 + heads * bool(query_rank), 2048),
+        q_up=linear(queries, query_rank) if query_rank else None,
+        q_norm=Norm(_meta(torch.float32, query_rank), 1e-6) if query_rank else None,
+        kv_norm=norm,
+        k_up=(linear(512, still),) * heads,
+        v_up=(linear(256, 512),) * heads,
+        out=linear(2048, heads * 256),
+        rank=512,
+        turned=64,
+        scale=0.1,
+        interleaved=bool(query_rank),
+        gated=bool(query_rank),
+        stacked=(part(heads * 512, still), part(heads * 256, 512)),
+    )
 
 
 Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call

@@ -9,7 +9,7 @@ token per row; their keys come from the L2 cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,15 +19,21 @@ from torch import Tensor
 
 from ..kv_codes import hadamard
 from ..kv_pages import SCALED_FORMATS, KVPages
-from ..layer_weights import LatentWeights, View
+from ..layer_weights import FUSED_LATENT, LatentWeights, View, has_only
 from .attention import MERGED, PART_BYTES
 from .attention_decode import _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
-from .launch import card_of, interpreting, launch, power_of_2
+from .hadamard import rotate_rows, run_length
+from .heads import TILE, _partner, _store_vectors, _turned
+from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
+from .product import Extras, Pairs, expert_product
+from .product_tiles import SMALL_TOKENS
+from .segments import of_normed, onto
 from .sequences import query_of
 
 ROTATING = 6  # extra float32 latents of memory per query head that the Hadamard rotation for int8 needs
 ROWS, NARROW_ROWS = 32, 16  # most query heads per program; NARROW: with 8-bit pages, whose widened codes take registers
+_STEP_FIELDS = FUSED_LATENT - {"post_norm", "temperature"} | {"stacked"}
 KEYS, NARROW_KEYS = 32, 16  # keys per tile: 36 KB of 16-bit values; with 8-bit pages
 
 
@@ -43,12 +49,12 @@ def _widened(codes, operand: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_width", "num_seqs", "first_token", "num_places"])
 def split_latents(
-    q, latents, pieces, latent_scales, piece_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm,
-    scale, table_width, num_seqs, first_token, num_places,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
-    TURNED_WIDTH: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, KEYS: tl.constexpr,
-    FIRST: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    q, turned_q, latents, pieces, latent_scales, piece_scales, block_table, cu_query_lens, seq_lens, part_sum,
+    part_norm, scale, table_width, num_seqs, first_token, num_places,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr, Q_STRIDE: tl.constexpr,
+    TURNED_STRIDE: tl.constexpr, WIDTH: tl.constexpr, TURNED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attention of one token over every num_programs(0)-th split of its keys, for ROWS query heads.
 
@@ -69,9 +75,10 @@ def split_latents(
     SIXTEEN: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float16
     operand: tl.constexpr = tl.float32 if INTERPRET or FORMAT == "f32" else SIXTEEN
     real = (head < HEADS)[:, None]
-    q_row = q + (row.to(tl.int64) * HEADS + head)[:, None] * (RANK + TURNED)
+    q_row = q + (row.to(tl.int64) * HEADS + head)[:, None] * Q_STRIDE
     q_still = tl.load(q_row + d[None, :], mask=real & (d < RANK)[None, :], other=0.0).to(operand)
-    q_turned = tl.load(q_row + RANK + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
+    q_row = turned_q + (row.to(tl.int64) * HEADS + head)[:, None] * TURNED_STRIDE
+    q_turned = tl.load(q_row + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         begin = place * size
         end = tl.minimum(begin + size, length)
@@ -132,9 +139,23 @@ def attend(
 
     by_token   split prompts like single tokens: bitwise independent of chunking and batching
     """
+    q, rank = q.contiguous(), pages.k.shape[3]
+    return _attend(q[..., :rank], q[..., rank:], pages, block_table, cu_query_lens, seq_lens, scale, by_token)
+
+
+def _attend(
+    q: Tensor,
+    turned: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    by_token: bool = False,
+) -> Tensor:
+    """`attend` with queries in two parts, [num_tokens, num_heads, rank] and [..., turned]; heads may be strided."""
     rank, rotates, dtype = pages.k.shape[3], pages.format == "int8", q.dtype
-    (num_tokens, heads, width), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
-    q = q.contiguous()
+    (num_tokens, heads, _), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
     is_narrow = pages.format in SCALED_FORMATS
     rows = min(NARROW_ROWS if is_narrow else ROWS, max(16, power_of_2(heads)))
     blocks = -(-heads // rows)
@@ -155,18 +176,20 @@ def attend(
         part = slice(first, first + count)
         queries = q[part]
         if rotates:
-            queries = torch.cat([hadamard(queries[..., :rank]), queries[..., rank:].float()], -1)
+            queries = hadamard(queries)
         launch(
             split_latents,
             (side_by_side(places, count, blocks, card.num_sms), blocks, count),
-            *(queries, *tensors, block_table, cu_query_lens, seq_lens, sums, norms),
+            *(queries, turned[part], *tensors, block_table, cu_query_lens, seq_lens, sums, norms),
             *(scale * 1.4426950408889634, block_table.shape[1], num_seqs, first, places),
             HEADS=heads,
             ROWS=rows,
             RANK=rank,
-            TURNED=width - rank,
+            TURNED=turned.shape[2],
+            Q_STRIDE=queries.stride(1),
+            TURNED_STRIDE=turned.stride(1),
             WIDTH=max(16, power_of_2(rank)),
-            TURNED_WIDTH=max(16, power_of_2(width - rank)),
+            TURNED_WIDTH=max(16, power_of_2(turned.shape[2])),
             PAGE=pages.k.shape[2],
             FORMAT=pages.format,
             SCALES="none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
@@ -209,6 +232,162 @@ def latent_attention(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """The composed segment with `attend` as its attention."""
+    """`mixers.latent_attention`: few rows in some nine launches, others composed with `attend` as their attention."""
+    if not by_token and x.shape[0] <= SMALL_TOKENS and _is_for_steps(x, weights, pages):
+        return latent_step(x, weights, pages, view, cu_query_lens, seq_lens)
     run = partial(attend, by_token=by_token)
     return composed(x, weights, pages, view, cu_query_lens, seq_lens, attend=run)
+
+
+def _is_for_steps(x: Tensor, weights: LatentWeights, pages: KVPages) -> bool:
+    """Whether `_step` supports all features of this layer."""
+    whole = pages.k.is_contiguous() and pages.v.is_contiguous() and x.is_contiguous()
+    plain = weights.stacked is not None and all(one.additions is None for one in (*weights.k_up, *weights.v_up))
+    return whole and plain and has_only(weights, _STEP_FIELDS)
+
+
+def latent_step(
+    x: Tensor, weights: LatentWeights, pages: KVPages, view: View, cu_query_lens: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """`latent_attention` for few rows. The heads' products run as those of experts: head h is expert h of its rows."""
+    assert weights.stacked is not None
+    cos, sin, block_table, slots = view
+    (count, _), heads, rank, turned = x.shape, len(weights.k_up), weights.rank, weights.turned
+    (rows,) = of_normed(x, weights.norm, weights.qkv)
+    asked = rows.shape[1] - rank - turned - heads * weights.gated
+    queries = rows[:, :asked]
+    if weights.q_up is not None:
+        (queries,) = of_normed(queries.contiguous(), weights.q_norm, weights.q_up)
+    still, turned_q = _spread(rows, queries, asked, weights, (cos, sin), pages, slots)
+    pairs = Pairs(_heads_of(heads, count, x.device), heads, None)
+    first, second = (part.prepared for part in weights.stacked)
+    latents = expert_product(still, first, Extras(), pairs).view(count, heads, rank)
+    mixed = _attend(latents, turned_q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
+    values = expert_product(mixed.reshape(count * heads, rank), second, Extras(), pairs).view(count, -1)
+    return onto(x, weights.out, _gated(values, rows[:, -heads:]) if weights.gated else values)
+
+
+@cache
+def _heads_of(heads: int, count: int, device: torch.device) -> Tensor:
+    """The number of its head for every row of [count, heads]: int32."""
+    return torch.arange(heads, dtype=torch.int32, device=device).repeat(count, 1)
+
+
+@triton.jit
+def _spread_kernel(
+    rows, queries, gain, cosines, sines, still_out, turned_out, latents, pieces, latent_scales, piece_scales, slots,
+    row_stride, query_stride, latent_at, eps,
+    HEADS: tl.constexpr, STILL: tl.constexpr, STILL_WIDTH: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
+    TURNED: tl.constexpr, TURNED_WIDTH: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    RUN: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 of a token stores its latent and the RoPE part of its key; each other one splits TILE query heads."""
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, TURNED_WIDTH)[None, :]
+    other = _partner(e, HALF, INTERLEAVED)
+    if tl.program_id(1) == 0:
+        row = rows + token * row_stride + latent_at
+        slot = tl.load(slots + token) + tl.zeros([1, 1], tl.int64)
+        real = slot >= 0
+        slot = tl.maximum(slot, 0)
+        d = tl.arange(0, WIDTH)[None, :]
+        latent = tl.load(row + d, mask=d < RANK, other=0.0).to(tl.float32)
+        latent *= 1.0 / tl.sqrt_rn(tl.sum(latent * latent, 1, keep_dims=True) * (1.0 / RANK) + eps)
+        latent *= tl.load(gain + d, mask=d < RANK, other=0.0)
+        if FORMAT == "int8":
+            latent = rotate_rows(latent, RUN)
+        only = tl.zeros([1, 1], tl.int32)
+        _store_vectors(
+            latent, latents, latent_scales, slot, only, d, real & (d < RANK), RANK, 1, PAGE, FORMAT, LAYER_SCALE
+        )
+        piece = tl.load(row + RANK + e, mask=e < TURNED, other=0.0).to(tl.float32)
+        its_partner = tl.load(row + RANK + other, mask=e < TURNED, other=0.0).to(tl.float32)
+        piece = _turned(piece, its_partner, cosines + token * HALF, sines + token * HALF, e, HALF, INTERLEAVED)
+        _store_vectors(
+            piece, pieces, piece_scales, slot, only, e, real & (e < TURNED), TURNED, 1, PAGE, FORMAT, LAYER_SCALE
+        )
+    else:
+        head = (tl.program_id(1) - 1) * TILE + tl.arange(0, TILE)[:, None]
+        query = queries + token * query_stride + head * (STILL + TURNED)
+        s = tl.arange(0, STILL_WIDTH)[None, :]
+        ok = (head < HEADS) & (s < STILL)
+        tl.store(still_out + (token * HEADS + head) * STILL + s, tl.load(query + s, mask=ok, other=0.0), mask=ok)
+        ok = (head < HEADS) & (e < TURNED)
+        own = tl.load(query + STILL + e, mask=ok, other=0.0).to(tl.float32)
+        partner = tl.load(query + STILL + other, mask=ok, other=0.0).to(tl.float32)
+        own = _turned(own, partner, cosines + token * HALF, sines + token * HALF, e, HALF, INTERLEAVED)
+        at = turned_out + (token * HEADS + head) * TURNED + e
+        tl.store(at, own.to(turned_out.dtype.element_ty), mask=ok)
+
+
+def _spread(
+    rows: Tensor,
+    queries: Tensor,
+    latent_at: int,
+    weights: LatentWeights,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Store latents and RoPE parts of keys; return queries without RoPE, and their RoPE parts after it.
+
+    rows        [num_tokens, ...], with the latent and the RoPE part of the key from column `latent_at` on
+    queries     [num_tokens, num_heads · (still + turned)]; tokens may be strided
+    returns     [num_tokens · num_heads, still], [num_tokens, num_heads, turned]
+    """
+    count, heads, turned = rows.shape[0], len(weights.k_up), weights.turned
+    still = queries.shape[1] // heads - turned
+    still_out = torch.empty((count * heads, still), dtype=rows.dtype, device=rows.device)
+    turned_out = torch.empty((count, heads, turned), dtype=rows.dtype, device=rows.device)
+    widths = [max(16, power_of_2(size)) for size in (still, weights.rank, turned)]
+    tile = max(1, TILE // widths[0])
+    scales = (
+        pages.k if pages.k_scales is None else pages.k_scales,
+        pages.v if pages.v_scales is None else pages.v_scales,
+    )
+    launch(
+        _spread_kernel,
+        (count, 1 + -(-heads // tile)),
+        *(rows, queries, weights.kv_norm.weight, *(part.contiguous() for part in angles), still_out, turned_out),
+        *(*pages[:2], *scales, slots, rows.stride(0), queries.stride(0), latent_at, weights.kv_norm.eps),
+        HEADS=heads,
+        STILL=still,
+        STILL_WIDTH=widths[0],
+        RANK=weights.rank,
+        WIDTH=widths[1],
+        TURNED=turned,
+        TURNED_WIDTH=widths[2],
+        HALF=angles[0].shape[-1],
+        TILE=tile,
+        PAGE=pages.k.shape[2],
+        RUN=run_length(weights.rank),
+        FORMAT=pages.format,
+        LAYER_SCALE=pages.k_scales is not None and pages.k_scales.dim() == 1,
+        INTERLEAVED=weights.interleaved,
+    )
+    return still_out, turned_out
+
+
+@triton.jit
+def _gate_heads(
+    values, gates, out, gate_stride, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    gate = tl.load(gates + token * gate_stride + head).to(tl.float32)
+    at = (token * HEADS + head) * DIM + d
+    wide = tl.load(values + at, mask=d < DIM, other=0.0).to(tl.float32)
+    wide *= 1.0 / (1.0 + tl.exp(tl.minimum(-gate, 88.0)))
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def _gated(values: Tensor, gates: Tensor) -> Tensor:
+    """values [num_tokens, num_heads · dim] times sigmoid(gates), [num_tokens, num_heads] with strided tokens."""
+    (count, heads), out = gates.shape, torch.empty_like(values)
+    dim = values.shape[1] // heads
+    sizes = {"HEADS": heads, "DIM": dim, "WIDTH": power_of_2(dim)}
+    launch(_gate_heads, (count, heads), values, gates, out, gates.stride(0), num_warps=2, **sizes)
+    return out

@@ -55,7 +55,7 @@ def attn_in(
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
     if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
-    (qkv,) = _of_normed(x, weights.norm, weights.qkv)
+    (qkv,) = of_normed(x, weights.norm, weights.qkv)
     heads = qkv.view(x.shape[0], -1, weights.head_dim)
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     arguments = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
@@ -109,7 +109,7 @@ def gated_delta(
     if not has_only(weights, FUSED_DELTA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
-    rows, rates = _of_normed(x, weights.norm, weights.qkvz, weights.ba)
+    rows, rates = of_normed(x, weights.norm, weights.qkvz, weights.ba)
     mixed, z = rows.tensor_split([2 * keys + values], -1)
     b, a = rates.tensor_split([heads], -1)
     z = z if weights.z_up is None else weights.z_up(z.contiguous())
@@ -120,7 +120,7 @@ def gated_delta(
     a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
     raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0)
     y = recurrence(given, a, b, (kept.state, slots, cu_query_lens), True, by_token, weights.tiled, raw)
-    return _onto(x, weights.out, gated_norm(y, z, weights.out_norm, weights.sigmoid_gate))
+    return onto(x, weights.out, gated_norm(y, z, weights.out_norm, weights.sigmoid_gate))
 
 
 def mamba(
@@ -137,7 +137,7 @@ def mamba(
     if not has_only(weights, FUSED_MAMBA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, groups, inner = weights.num_heads, weights.num_groups, weights.num_heads * weights.head_dim
-    (rows,) = _of_normed(x, weights.norm, weights.inputs)
+    (rows,) = of_normed(x, weights.norm, weights.inputs)
     z, mixed, steps = rows.tensor_split([inner, rows.shape[1] - heads], -1)
     mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens, True)
     values, *shared = mixed.split([inner, *[groups * weights.state_size] * 2], -1)
@@ -146,10 +146,10 @@ def mamba(
     limits = (shortest, min(longest, LONGEST)) if weights.steps else (0.0, 0.0)
     raw = Raw(weights.dt_bias, weights.decay, steps=limits)
     y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
-    return _onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, weights.out_norm, weights.gain, groups))
+    return onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, weights.out_norm, weights.gain, groups))
 
 
-def _of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
+def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     """The products of norm(x); for a single row, each norms x itself if all can."""
     parts = [part for linear in linears for part in linear.parts]
     plain = all(linear.additions is None for linear in linears)
@@ -164,7 +164,7 @@ def _of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     return found
 
 
-def _onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
+def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
     """x + the product of rows, in place."""
     part = only_part(linear, rows)
     return x.add_(linear(rows)) if part is None else product(rows, part.prepared, Extras(part.bias, residual=x), out=x)

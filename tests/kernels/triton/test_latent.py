@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import kv_codes, reference
+from localllm.kernels import Weight, kv_codes, reference
+from localllm.kernels.experts import Stack
 from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import LatentWeights, Linear, LinearPart, Norm
+from localllm.kernels.segments import REFERENCES
+from localllm.kernels.table import implementations
 from localllm.kernels.triton import latent
 
 SLOW = pytest.mark.slow
+IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
 PAGE, COUNT = 16, 12
 
 
@@ -85,3 +90,85 @@ def test_no_chunk_changes_a_bit_of_a_token(device: torch.device) -> None:
     whole = latent.attend(q, pages, *step([(2, 150)], device), 0.2, by_token=True)
     alone = latent.attend(q[1:], pages, *step([(1, 150)], device), 0.2, by_token=True)
     assert torch.equal(whole[1:], alone)
+
+
+def layer(heads: int, rank: int, turned: int, device: torch.device, query_rank: int, gated: bool) -> LatentWeights:
+    still, value, hidden = 12, 20, 40
+
+    def linear(n: int, k: int, seed: int) -> Linear:
+        dense = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * k**-0.5
+        weight = Weight("dense", (n, k), dense.half().to(device))
+        return Linear((LinearPart(IMPL, IMPL.prepare(weight), None, (n, k)),))
+
+    def norm(size: int, eps: float = 1e-6) -> Norm:
+        return Norm(torch.linspace(0.5, 1.5, size).to(device), eps)
+
+    stacks = Stack(heads), Stack(heads)
+    for head in range(heads):
+        stacks[0].add(linear(rank, still, 10 + head))
+        stacks[1].add(linear(value, rank, 30 + head))
+    (k_up, all_k), (v_up, all_v) = (stack.finished() for stack in stacks)
+    assert all_k is not None and all_v is not None
+    queries = heads * (still + turned)
+    return LatentWeights(
+        norm=norm(hidden),
+        qkv=linear((query_rank or queries) + rank + turned + heads * gated, hidden, 1),
+        q_up=linear(queries, query_rank, 2) if query_rank else None,
+        q_norm=norm(query_rank) if query_rank else None,
+        kv_norm=norm(rank),
+        k_up=k_up,
+        v_up=v_up,
+        out=linear(hidden, heads * value, 3),
+        rank=rank,
+        turned=turned,
+        scale=0.2,
+        interleaved=bool(query_rank),
+        gated=gated,
+        stacked=(all_k, all_v),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "lengths", "query_rank", "gated"),
+    [
+        ("fp16", [(1, 20)], 14, True),
+        *(pytest.param(name, [(1, 40)], 0, False, marks=SLOW) for name in ("fp16", "int8", "fp8", "fp8 layer")),
+        pytest.param("fp16", [(1, 20), (2, 5)], 14, False, marks=SLOW),
+        pytest.param("int8", [(1, 20), (1, 33)], 0, True, marks=SLOW),
+    ],
+)
+def test_the_segment_of_few_rows(
+    kv_format: str, lengths: list[tuple[int, int]], query_rank: int, gated: bool, device: torch.device
+) -> None:
+    torch.manual_seed(8)
+    name, _, scaled = kv_format.partition(" ")
+    weights, pages = layer(3, 24, 8, device, query_rank, gated), pages_of(name, 24, 8, device, bool(scaled))
+    block_table, starts, seen = step(lengths, device)
+    at = [(length - new + i, row) for row, (new, length) in enumerate(lengths) for i in range(new)]
+    slots = torch.tensor([int(block_table[row, p // PAGE]) * PAGE + p % PAGE for p, row in at], device=device)
+    angles = torch.randn(len(at), 4)
+    view = angles.cos().to(device), angles.sin().to(device), block_table, slots
+    x = torch.randn(len(at), 40).half().to(device)
+
+    def composed(*_: object, **__: object) -> Tensor:
+        raise AssertionError("the composed segment was called")
+
+    found, wanted = (KVPages(*(None if part is None else part.clone() for part in pages)) for _ in range(2))
+    y = latent.latent_attention(composed, x.clone(), weights, found, view, starts, seen)
+    expected = REFERENCES["latent_attention"](x.clone(), weights, wanted, view, starts, seen)
+    torch.testing.assert_close(y.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+        off = (ours.float() - theirs.float()).abs()
+        assert float(off.max()) <= (1 if name == "int8" else 0.01 if name == "fp16" else 64)
+        assert float((off > 0).float().mean()) < 0.02
+
+
+def test_a_padding_row_of_a_captured_step_stores_nothing(device: torch.device) -> None:
+    weights, pages = layer(3, 24, 8, device, 0, False), pages_of("fp16", 24, 8, device, False)
+    kept = pages.k.clone(), pages.v.clone()
+    block_table, starts, seen = step([(1, 20)], device)
+    view = *(torch.ones(1, 4, device=device) for _ in range(2)), block_table, torch.tensor([-1], device=device)
+    latent.latent_attention(
+        lambda *_: None, torch.ones(1, 40, device=device).half(), weights, pages, view, starts, seen
+    )
+    assert torch.equal(pages.k, kept[0]) and torch.equal(pages.v, kept[1])
