@@ -151,6 +151,11 @@ class Ling3(KimiLinear):
         stated = text.get("linear_head_dim")
         return super().hf_values(text) | ({} if stated is None else {"linear_head_dim": stated})
 
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        if config.source.startswith("BailingMoeV2"):  # Ling 2.5 and 2.6, with the same model_type
+            raise config.unsupported(f"{config.source} (linear attention without a delta rule)")
+        return super().from_hf(config)
+
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
         # `partial_rotary_factor` in its files repeats `qk_rope_head_dim` as a share of another head size
         return config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})

@@ -156,6 +156,7 @@ def test_c_gives_what_single_ops_give_and_a_prompt_the_bits_of_its_tokens(name: 
 
 
 BAD = [
+    ("ling3", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM .linear attention without"),
     ("ling3", {"no_kda_lora": False}, "with no_kda_lora False"),
     ("ling3", {"gated_attention_proj_granularity_type": "element_wise"}, "element_wise"),
     ("ling3", {"kda_lower_bound": 5.0}, "kda_lower_bound"),
