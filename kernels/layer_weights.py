@@ -33,7 +33,7 @@ class LinearPart:
 class Module:
     """A module of the checkpoint whose outputs are part of a fused linear layer's."""
 
-    names: tuple[str, ...]  # canonical name, and the name in the file
+    names: tuple[str, ...]  # canonical name, that in Transformers if it differs from the others, and that in the file
     rows: int
     order: Tensor | None = None  # int64 [rows]: index of each row among the module's outputs in Transformers
 
