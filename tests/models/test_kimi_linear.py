@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,4 +189,13 @@ def test_gguf_files_that_say_otherwise_are_refused(tiny: Callable, tmp_path: Pat
     for key, value in (("kda_lower_bound", 0.0), ("linear_head_dim", 7)):
         path = write_gguf(tmp_path / f"{key}.gguf", model.config | {key: value}, model.tensors, kind)
         with open_model(path) as checkpoint, pytest.raises(LocalLLMError):
+            _ = checkpoint.facts
+
+
+def test_a_gguf_file_with_experts_of_several_widths_is_refused(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("kimi-linear")
+    path = write_gguf(tmp_path / "a.gguf", model.config, model.tensors, gguf.GGMLQuantizationType.F32)
+    with open_model(path) as checkpoint:
+        checkpoint.metadata["kimi-linear.expert_feed_forward_length"] = np.array([26, 26, 20])
+        with pytest.raises(UnsupportedModel, match="differs from layer to layer"):
             _ = checkpoint.facts
