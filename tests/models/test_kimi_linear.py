@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from localllm.device.fake import MACHINES
+from localllm.doctor.model import _here
 from localllm.errors import BadModelFile, LocalLLMError, UnsupportedModel
 from localllm.kernels.cpu import segments
 from localllm.kernels.cpu.build import library
@@ -20,6 +23,7 @@ from localllm.kernels.segments import REFERENCES
 from localllm.models.architectures import KimiDelta, LatentAttention, open_model
 from localllm.models.kv_cache import KVCache, StateGroup
 from localllm.models.loader import LoadOptions, load_model
+from localllm.plan.planner import Planner
 
 from .test_gguf_models import gguf_logits, write_gguf
 
@@ -125,6 +129,8 @@ def test_an_old_file_of_ling_flash_is_doubted(tiny: Callable, tmp_path: Path, mo
     for name, config in (("old", model.config), ("new", model.config | {"expert_swiglu_limit_list": [0.0, 0.0, 4.0]})):
         with open_model(write_gguf(tmp_path / f"{name}.gguf", config, model.tensors, kind)) as checkpoint:
             assert ("converted before August 2026" in checkpoint.doubt) == (name == "old")
+            told = dict(islice(_here(checkpoint, "ling3", Planner(MACHINES["cpu"])), 2))["format"]
+            assert told.fix == ("download a newer file" if name == "old" else "")
 
 
 @pytest.mark.skipif(bool(library().reason), reason="no C compiler")
