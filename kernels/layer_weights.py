@@ -33,7 +33,7 @@ class LinearPart:
 class Module:
     """A module of the checkpoint whose outputs are part of a fused linear layer's."""
 
-    names: tuple[str, ...]  # canonical name, and the name in the file
+    names: tuple[str, ...]  # canonical name, that in Transformers if it differs from the others, and that in the file
     rows: int
     order: Tensor | None = None  # int64 [rows]: index of each row among the module's outputs in Transformers
 
@@ -166,7 +166,7 @@ class LatentWeights:
     """Weights of one latent attention (MLA) layer."""
 
     norm: Norm | None
-    qkv: Linear  # rows: queries or query latents, then the KV latent, then the RoPE part of the key
+    qkv: Linear  # rows: queries or query latents, the KV latent, the RoPE part of the key, then gates if `gated`
     q_up: Linear | None  # query latent -> queries by head, each with the part without RoPE first
     q_norm: Norm | None  # before `q_up`
     kv_norm: Norm  # over the latent
@@ -179,7 +179,7 @@ class LatentWeights:
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     post_norm: Norm | None = None  # on the output, before the residual
     temperature: tuple[float, int] | None = None  # as in `AttentionWeights`
-    gated: bool = False  # `qkv` ends with one gate per head, whose sigmoid multiplies the head's output
+    gated: bool = False  # one gate per head, whose sigmoid multiplies the head's output
     stacked: tuple[LinearPart, LinearPart] | None = None  # `k_up` and `v_up` as one part each, where layouts allow it
     join: Join | None = None  # for `out`, with tensor parallelism
 

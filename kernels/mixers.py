@@ -202,7 +202,9 @@ def gated_delta(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """x + out(norm(y) · silu(z)), y = gated delta rule of norm(x): [num_tokens, hidden], in place.
+    """x + out(norm(y) · act(z)), y = gated delta rule of norm(x): [num_tokens, hidden], in place.
+
+    act is silu, or sigmoid with `sigmoid_gate`.
 
     kept    recurrent states, modified
     slots   int64 [num_seqs]: slot of each sequence's state

@@ -19,7 +19,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES, STATEFUL
 from localllm.kernels.streams import joined
 
-from .architectures import Attention, Dense, Experts, GatedDelta, KimiDelta, LatentAttention, LayerFacts, OpenModel
+from .architectures import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, OpenModel
 from .architectures.mixers import Mamba2, Paged, ShortConv, Stateful
 from .architectures.sharding import Shard
 from .kv_cache import CacheGroup, KVCache, StateGroup
@@ -159,9 +159,7 @@ def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
         start = "mamba" if isinstance(facts, Mamba2) else "conv"
         return {"inputs": (f"{start}.in_proj",), "out": (f"{start}.out_proj",)}
     assert isinstance(facts, GatedDelta)
-    ups = {"a_up": ("linear_attn.f_b_proj",), "z_up": ("linear_attn.g_b_proj",)}
-    found = {"qkvz": facts.inputs, "ba": facts.rates, "out": ("linear_attn.out_proj",)}
-    return found | (ups if isinstance(facts, KimiDelta) and facts.rank else {})
+    return {"qkvz": facts.inputs, "ba": facts.rates, "out": ("linear_attn.out_proj",)}
 
 
 def _run(

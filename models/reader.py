@@ -114,8 +114,8 @@ class Reader:
             parts = tuple(self.prepare(layer_class, weight, None, key) for weight in found)
             self.release(names)
         biases = [self.bias(name, shape[0], device, order) for name, shape in zip(names, shapes, strict=True)]
-        sources = map(self.checkpoint.names.source, names)
-        modules = tuple(Module((*pair,), shape[0], order) for *pair, shape in zip(names, sources, shapes, strict=True))
+        known = map(self.checkpoint.names.every, names)
+        modules = tuple(Module(each, shape[0], order) for each, shape in zip(known, shapes, strict=True))
         if len(parts) == len(names):
             return Linear(tuple(replace(part, bias=bias) for part, bias in zip(parts, biases, strict=True)), modules)
         bias = None
@@ -144,8 +144,7 @@ class Reader:
             self.release(names)
         # adapters cannot address the interleaved rows, so they get no name
         rest = [
-            Module((name, self.checkpoint.names.source(name)), n)
-            for name, (n, _) in list(zip(names, shapes, strict=True))[2:]
+            Module(self.checkpoint.names.every(name), n) for name, (n, _) in zip(names[2:], shapes[2:], strict=True)
         ]
         return Linear(parts, (Module((), 2 * queries), *rest))
 

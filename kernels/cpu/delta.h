@@ -128,7 +128,7 @@ static int up_from(const ll_linear_op *up, const float *x, int64_t stride, int64
     return linear_parts(up, spare, m, NULL, out);
 }
 
-/* x [tokens][hidden] += out(norm(y) silu(z)); `next` is the following product, for prefetching, or NULL. */
+/* x [tokens][hidden] += out(norm(y) act(z)), act: silu or sigmoid; `next` is the following product, for prefetching, or NULL. */
 static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, const ll_linear_op *next,
                               int64_t tokens, float *x)
 {

@@ -23,7 +23,7 @@ typedef struct {
     const float *growth; /* [tokens] factor of each token's queries; NULL: none */
     int64_t first, m;    /* the tokens */
     float *normed;    /* [m][hidden] */
-    float *made;      /* [m][queries or query latent, KV latent, RoPE part of the key]: output of qkv */
+    float *made;      /* [m][queries or query latent, KV latent, RoPE part of the key, gates]: output of qkv */
     float *asked;     /* [m][queries or query latent], normalized */
     float *queries;   /* [m][heads][still + turned]; later the heads' outputs */
     float *apart;     /* [heads][m][still], for per-head products; later [heads][m][value] */

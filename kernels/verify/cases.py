@@ -108,6 +108,7 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
     for count in TOKENS:
         x = source.normal(count, 2 * shapes.intermediate)
         yield (f"{count} x {shapes.intermediate}", (x,))
+        yield (f"{count} x {shapes.intermediate}, clamped", (x, 0.5))
 
 
 LAYER_SCALES = (0.03, 0.05)  # scales of k and v for checkpoints with per-layer FP8 KV scales

@@ -63,7 +63,8 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
     title = f"{facts.architecture} ({facts.source_architecture}), {size}"
     yield "arch", ok(title, architecture=facts.architecture)
     doubt = checkpoint.doubt
-    fix = "`localllm pull NAME --repair`, or correct quantization_config" if doubt else ""
+    repair = "`localllm pull NAME --repair`, or correct quantization_config"
+    fix = "" if not doubt else "download a newer file" if facts.flaw else repair
     yield "format", found("warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=len(checkpoint.tensors))
     yield from _scales(checkpoint)
     try:

@@ -18,18 +18,20 @@ from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.hub.names import parse_name, shown
 from localllm.models.architectures import open_model
-from localllm.models.architectures.facts import expert_counts, kept_bytes
+from localllm.models.architectures.facts import ModelFacts, expert_counts, kept_bytes
 from localllm.models.architectures.registry import understand
 from localllm.paths import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
 HYBRID = re.compile(
-    r"Qwen3[._][568](?!B)|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1", re.I
+    r"Qwen3[._][568](?!B)|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1|Kimi-?Linear"
+    r"|Ling-?3",
+    re.I,
 )
-MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|MTP", re.I)
+MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|Ling-?3(\.0)?-flash|MTP", re.I)
 EXPERTS = re.compile(
     r"(^|[-_.])A\d+(\.\d+)?B\b|MoE|\d+x\d+B|gpt-oss|GLM-4\.\d|GLM-5|DeepSeek-(V\d|R1(?!-Distill))|Next-80B|Coder-Next"
-    r"|Scout|Maverick|Kimi",
+    r"|Scout|Maverick|Kimi|Ling-?3",
     re.I,
 )
 # regular expression on the name -> format; the first match counts
@@ -213,15 +215,16 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
     layers = {str(kind) for kind in _list(text.get("layer_types"))}
     recurrent = any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers)
     draft = any(_number(text.get(key)) > 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
-    kept, fixed = _kept(folder, config, text)
+    facts = _understood(folder, config)
+    kept, fixed = (_kv(text), 0) if facts is None else kept_bytes(facts, "bf16")
     return ModelKind(
         name=name,
         kind="moe" if experts else "dense",
         format=_stored(config.get("quantization_config") or text.get("quantization_config")),
-        hybrid=recurrent or (not layers and by_name.hybrid),
+        hybrid=recurrent or (not layers and by_name.hybrid) if facts is None else facts.state_bytes > 0,
         mtp=draft,
         size_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-        context=int(_number(text.get("max_position_embeddings"))),
+        context=int(_number(text.get("max_position_embeddings"))) if facts is None else facts.max_context,
         known_from="its config.json",
         method=_method(config.get("quantization_config") or text.get("quantization_config")),
         kv_per_token=kept,
@@ -229,13 +232,12 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
     )
 
 
-def _kept(folder: Path, config: dict[str, Any], text: Mapping[str, Any]) -> tuple[int, int]:
-    """(KV bytes per token in 16 bits, state bytes per sequence); estimated for an unknown architecture."""
+def _understood(folder: Path, config: dict[str, Any]) -> ModelFacts | None:
+    """The facts in config.json; None for an architecture that this version does not know."""
     try:
-        facts, *_ = understand(Checkpoint(folder, "safetensors", {}, {}, config=config))
+        return understand(Checkpoint(folder, "safetensors", {}, {}, config=config))[0]
     except LocalLLMError:
-        return _kv(text), 0
-    return kept_bytes(facts, "bf16")
+        return None
 
 
 def _stored(config: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from localllm.checkpoint import Checkpoint, TensorInfo
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HIDDEN, MAX_LAYERS, MAX_VOCAB, Fields
 from localllm.checkpoint.formats.gguf import decoded_bytes
 from localllm.checkpoint.gguf_types import FILE_TYPES
 from localllm.checkpoint.mapped_file import bad, shown
@@ -166,7 +166,9 @@ class GgufConfig(Config):
     def mixture(self, **changes: Any) -> Experts:
         """A mixture of experts from the usual keys; `changes` override fields."""
         keys = self.keys
-        inner = "expert_feed_forward_length" if keys.raw("expert_feed_forward_length") else "feed_forward_length"
+        inner = "expert_feed_forward_length"
+        if not keys.integer(inner, 0, MAX_HIDDEN * 4, 0):
+            inner = "feed_forward_length"
         names = {"count": "expert_count", "top_k": "expert_used_count", "inner": inner}
         values: dict[str, Any] = {
             "renormalise": keys.flag("expert_weights_norm", True),

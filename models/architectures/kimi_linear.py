@@ -122,7 +122,8 @@ class KimiLinear(Glm4MoeLite):
         }
         if any(f".{mixture}.gate_proj." in name for name in checkpoint.tensors):  # as transformers saves dense layers
             inner |= {f"mlp.{name}": f"{mixture}.{name}" for name in _EXPERT}
-        return hf_names(checkpoint.tensors, inner)
+        trained = {f"linear_attn.{name}": f"self_attn.forget_gate.{name}" for name in ("f_a_proj", "f_b_proj")}
+        return replace(hf_names(checkpoint.tensors, inner), trained=trained)
 
 
 class Ling3(KimiLinear):
@@ -150,6 +151,11 @@ class Ling3(KimiLinear):
         # transformers' own files have `linear_head_dim` beside a `head_dim` that means something else
         stated = text.get("linear_head_dim")
         return super().hf_values(text) | ({} if stated is None else {"linear_head_dim": stated})
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        if config.source.startswith("BailingMoeV2"):  # Ling 2.5 and 2.6, with the same model_type
+            raise config.unsupported(f"{config.source} (linear attention without a delta rule)")
+        return super().from_hf(config)
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
         # `partial_rotary_factor` in its files repeats `qk_rope_head_dim` as a share of another head size
@@ -220,8 +226,11 @@ class Ling3(KimiLinear):
             **{f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _EXPERT},
             "shared_head.norm": "final_layernorm",
         }
+        trained = {f"linear_attn.{name}_proj": f"self_attn.{name}_proj" for name in "qkvbg"}
+        trained |= {"linear_attn.f_proj": "self_attn.forget_gate.f_proj", "linear_attn.out_proj": "self_attn.o_proj"}
+        trained["self_attn.gate_proj"] = "self_attn.g_proj"
         found = hf_names(tensors, inner)
-        return replace(found, top={**found.top, "model.embed_tokens": "model.word_embeddings"})
+        return replace(found, top={**found.top, "model.embed_tokens": "model.word_embeddings"}, trained=trained)
 
 
 def _delta(config: Config, heads: int, dim: int, width: str, **values: Any) -> KimiDelta:

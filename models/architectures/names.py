@@ -54,6 +54,8 @@ class NameMap:
     # canonical prefix of a part outside the layers (vision tower, MTP head) -> its stored prefix
     parts: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # prefixes of the text model's tensors; others are not loaded
+    # modules below a layer -> their names in Transformers, and so in adapters, where neither canonical nor stored
+    trained: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, module: str) -> str:
         """The stored name of a canonical module."""
@@ -68,6 +70,13 @@ class NameMap:
             return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
         of_all = f"{one[1]}{{}}{one[3]}"
         return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(one[2])
+
+    def every(self, module: str) -> tuple[str, ...]:
+        """All names of a canonical module: itself first, the stored one last."""
+        match = _LAYER.fullmatch(module)
+        trained = None if match is None else self.trained.get(match[2])
+        names = () if match is None or trained is None else (f"model.layers.{match[1]}.{trained}",)
+        return module, *names, self.source(module)
 
     def tensor(self, name: str) -> str:
         """The stored name of a canonical tensor that is not the weight of a linear module."""

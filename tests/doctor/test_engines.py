@@ -333,6 +333,9 @@ def test_the_data_is_well_formed() -> None:
         ("someone/Qwen3_8B-AWQ", "dense", "int4", False, False),
         ("someone/qwen3_5-9b", "dense", "bf16", True, False),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "dense", "bf16", False, False),
+        ("someone/Kimi-Linear-48B-A3B-Instruct", "moe", "bf16", True, False),
+        ("someone/Ling-3.0-flash-fp8", "moe", "fp8", True, True),
+        ("ling3-tiny", "moe", "fp8", True, False),
     ],
 )
 def test_kinds_from_names(name: str, kind: str, stored: str, hybrid: bool, mtp: bool) -> None:
@@ -359,6 +362,11 @@ def test_a_config_file_counts_more_than_a_name(tmp_path: Path) -> None:
     (folder / "config.json").write_text(gemma)
     found, listed = model_kind(str(folder)), catalog.members("gemma4-31b")[0]
     assert (found.kv_per_token, found.kv_fixed) == (listed.kv_bytes_per_token, listed.kv_fixed_bytes)
+    kimi = catalog.members("kimi-linear-48b-a3b")[0]  # which lists no layer types and has a context key of its own
+    (folder / "config.json").write_text(kimi.config)
+    found = model_kind(str(folder))
+    assert (found.hybrid, found.context, found.kv_fixed) == (True, 1_048_576, kimi.kv_fixed_bytes)
+    (folder / "config.json").write_text(gemma)
     for stored, wanted in [
         ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "awq"}, "int4"), ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8"), (None, "bf16"), ("x", "bf16"),

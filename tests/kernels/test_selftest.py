@@ -69,11 +69,15 @@ def refuses(*arguments: Any) -> Tensor:
     raise ValueError("shared memory: 101,377 of 101,376 bytes")
 
 
-def nan_for_one_token(gate_up: Tensor) -> Tensor:
-    out = reference.silu_mul(gate_up)
+def nan_for_one_token(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    out = reference.silu_mul(gate_up, limit)
     if gate_up.shape[0] == 1:
         out[0, 3] = torch.nan
     return out
+
+
+def forgets_the_limit(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    return reference.gelu_tanh_mul(gate_up)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,7 @@ def nan_for_one_token(gate_up: Tensor) -> Tensor:
         ("paged_attention", forgets_the_window, "window 37: relative error"),
         ("kv_write", writes_one_slot_too_far, "1 tokens: relative error"),
         ("silu_mul", nan_for_one_token, "1 of 70 values are not finite"),
+        ("gelu_tanh_mul", forgets_the_limit, "clamped: relative error"),
         ("rope", refuses, "ValueError: shared memory: 101,377"),
     ],
 )

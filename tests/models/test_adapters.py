@@ -315,7 +315,11 @@ TARGETS = (
     "smollm3",
     "lfm2",
     "lfm3",
+    "kimi-linear",
+    "ling3",
 )
+# neither experts nor latents' up projections take adapters
+OF_MIXERS = dict.fromkeys(("kimi-linear", "ling3"), r".*\.self_attn\.(?!kv_)[\w.]+_proj")
 
 
 @pytest.mark.slow
@@ -331,7 +335,12 @@ def test_logits_match_peft(kind: dict, name: str, tiny: Callable, loaded: Callab
     base, ids = tiny(name), prompt(80)
     torch.manual_seed(5)
     settings = peft.LoraConfig(
-        r=8, lora_alpha=16, target_modules="all-linear", rank_pattern={"o_proj": 3}, task_type="CAUSAL_LM", **kind
+        r=8,
+        lora_alpha=16,
+        target_modules=OF_MIXERS.get(name, "all-linear"),
+        rank_pattern={"o_proj": 3},
+        task_type="CAUSAL_LM",
+        **kind,
     )
     theirs = peft.get_peft_model(copy.deepcopy(base.reference), settings).eval()
     with torch.no_grad():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from localllm.device.fake import MACHINES
+from localllm.doctor.model import _here
 from localllm.errors import BadModelFile, LocalLLMError, UnsupportedModel
 from localllm.kernels.cpu import segments
 from localllm.kernels.cpu.build import library
@@ -19,6 +23,7 @@ from localllm.kernels.segments import REFERENCES
 from localllm.models.architectures import KimiDelta, LatentAttention, open_model
 from localllm.models.kv_cache import KVCache, StateGroup
 from localllm.models.loader import LoadOptions, load_model
+from localllm.plan.planner import Planner
 
 from .test_gguf_models import gguf_logits, write_gguf
 
@@ -124,6 +129,8 @@ def test_an_old_file_of_ling_flash_is_doubted(tiny: Callable, tmp_path: Path, mo
     for name, config in (("old", model.config), ("new", model.config | {"expert_swiglu_limit_list": [0.0, 0.0, 4.0]})):
         with open_model(write_gguf(tmp_path / f"{name}.gguf", config, model.tensors, kind)) as checkpoint:
             assert ("converted before August 2026" in checkpoint.doubt) == (name == "old")
+            told = dict(islice(_here(checkpoint, "ling3", Planner(MACHINES["cpu"])), 2))["format"]
+            assert told.fix == ("download a newer file" if name == "old" else "")
 
 
 @pytest.mark.skipif(bool(library().reason), reason="no C compiler")
@@ -156,6 +163,7 @@ def test_c_gives_what_single_ops_give_and_a_prompt_the_bits_of_its_tokens(name: 
 
 
 BAD = [
+    ("ling3", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM .linear attention without"),
     ("ling3", {"no_kda_lora": False}, "with no_kda_lora False"),
     ("ling3", {"gated_attention_proj_granularity_type": "element_wise"}, "element_wise"),
     ("ling3", {"kda_lower_bound": 5.0}, "kda_lower_bound"),
@@ -187,4 +195,13 @@ def test_gguf_files_that_say_otherwise_are_refused(tiny: Callable, tmp_path: Pat
     for key, value in (("kda_lower_bound", 0.0), ("linear_head_dim", 7)):
         path = write_gguf(tmp_path / f"{key}.gguf", model.config | {key: value}, model.tensors, kind)
         with open_model(path) as checkpoint, pytest.raises(LocalLLMError):
+            _ = checkpoint.facts
+
+
+def test_a_gguf_file_with_experts_of_several_widths_is_refused(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("kimi-linear")
+    path = write_gguf(tmp_path / "a.gguf", model.config, model.tensors, gguf.GGMLQuantizationType.F32)
+    with open_model(path) as checkpoint:
+        checkpoint.metadata["kimi-linear.expert_feed_forward_length"] = np.array([26, 26, 20])
+        with pytest.raises(UnsupportedModel, match="differs from layer to layer"):
             _ = checkpoint.facts
