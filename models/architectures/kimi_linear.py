@@ -49,7 +49,7 @@ _RENAMED = {
     "qk_rope_head_dim": "head_dim", "num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts", "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob",
     "model_max_length": "max_position_embeddings", "moe_router_activation_func": "scoring_func",
-    "score_function": "scoring_func",
+    "score_function": "scoring_func", "num_local_experts": "n_routed_experts",
 }  # fmt: skip
 
 
@@ -83,6 +83,8 @@ class KimiLinear(Glm4MoeLite):
         return RopeFacts(10_000.0, config.head_dim, "off"), config.context
 
     def mixers(self, config: HfConfig, attention: LatentAttention) -> list[LatentAttention | KimiDelta]:
+        if not config.keys.flag("mla_use_nope", True):
+            raise config.unsupported(f"{config.source} with RoPE (mla_use_nope is false)")
         full = config.layer_numbers("full_attn_layers") or range(5, config.num_layers + 1, 4)
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer + 1 in full])
         delta = self.delta(config)

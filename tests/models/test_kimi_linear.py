@@ -173,6 +173,7 @@ BAD = [
     ("ling3", {"expert_swiglu_limit_list": [0, -1.0, 0]}, "expert_swiglu_limit_list"),
     ("ling3", {"head_dim": 6, "linear_head_dim": None}, "expected \\["),
     ("kimi-linear", {"linear_head_dim": 1}, "linear_head_dim"),
+    ("kimi-linear", {"mla_use_nope": False}, "with RoPE"),
     ("kimi-linear", {"moe_router_activation_func": "softmax"}, "over softmax"),
     ("kimi-linear", {"layer_types": None, "linear_attn_config": {"full_attn_layers": "2"}}, "must list layer numbers"),
     ("kimi-linear", {"layer_types": ["linear_attention"] * 3}, "without a full-attention layer"),
