@@ -8,6 +8,7 @@ is worth about a microsecond.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..layer_weights import (
     Norm,
     has_only,
 )
+from .activation import times_gates
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .rms_norm import rms_norm
@@ -52,10 +54,28 @@ def attn_in(
         qkv = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     else:
         qkv = weights.qkv(_normed(x, weights.norm))
-    heads = qkv.view(x.shape[0], -1, weights.head_dim)
+    sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
-    arguments = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms)
+    gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
+    arguments = (qkv, sizes, (cos, sin), (pages, slot_mapping), norms)
+    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms, gate)
+
+
+def attention(
+    composed: Callable[..., Tensor],
+    q: Tensor,
+    weights: AttentionWeights,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """Composed attention without gates, then one launch that multiplies by all gates."""
+    arguments = pages, block_table, cu_query_lens, seq_lens
+    if not weights.gate or not has_only(weights, FUSED_ATTENTION):
+        return composed(q, weights, *arguments)
+    plain = replace(weights, gate=False, head_gates=False, softplus_gate=False)
+    return times_gates(composed(q[..., : weights.head_dim], plain, *arguments), q, weights.softplus_gate)
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
