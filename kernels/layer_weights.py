@@ -335,6 +335,7 @@ FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
         *("scale", "window", "chunked", "softcap", "interleaved", "sinks", "late_norms"),
+        *("gate", "head_gates", "softplus_gate"),
     )
 )
 FUSED_LATENT = frozenset(

@@ -36,13 +36,17 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts(Facts):
-    """`Facts` for a model's ops and segments; kv_format is a key of `kv_pages.KV_DTYPES`."""
+    """`Facts` for a model's ops and segments; kv_format is a key of `kv_pages.KV_DTYPES`.
+
+    gated   attention has gates
+    """
 
     kv_format: str = "f32"
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 64
     page_size: int = 16
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,7 @@ class Loading(Reader):
             head_dim=facts.head_dim,
             page_size=options.page_size,
             deterministic=options.deterministic,
+            gated=any(getattr(one, "gate", "") for one in facts.attention),
         )
 
     def embedding(self, weight: Weight | None, head: Linear | None) -> Embedding:

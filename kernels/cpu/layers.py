@@ -50,7 +50,6 @@ from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as activate.h numbers them
-KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates", "softplus_gate"}
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk")
@@ -72,7 +71,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
     """`ll_attention_layer`."""
     kept: list[Any] = []
     qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
-    if qkv is None or out is None or w.norm is None or not has_only(w, KNOWN_ATTENTION):
+    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
         return None
     struct = CAttentionLayer(
         hidden=w.norm.weight.shape[0],

@@ -20,6 +20,7 @@ from .. import mixers
 from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
+    FUSED_ATTENTION,
     AttentionWeights,
     ConvWeights,
     DeltaWeights,
@@ -58,7 +59,6 @@ from .interface import (
     slot_fields,
 )
 from .layers import (
-    KNOWN_ATTENTION,
     Layer,
     attention_layer,
     conv_layer,
@@ -108,7 +108,7 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """`mixers.attention`: [num_tokens, num_heads * head_dim]."""
-    known = has_only(weights, KNOWN_ATTENTION)
+    known = has_only(weights, FUSED_ATTENTION)
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))

@@ -1,4 +1,4 @@
-"""Gated activations: silu(gate) · up or gelu(gate) · up. Memory-bound: 6 bytes per output element in bf16."""
+"""Gates: silu(gate) · up, gelu(gate) · up, and the gates of attention. Memory-bound: 6 bytes per output in bf16."""
 
 from __future__ import annotations
 
@@ -72,3 +72,34 @@ def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
 def gelu_tanh_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """`reference.gelu_tanh_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
     return _run(gate_up, "gelu_tanh", limit)
+
+
+@triton.jit
+def _times_gates(
+    out, q, SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SOFTPLUS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < SIZE
+    gate = tl.load(q + token * 2 * SIZE + i + (i // DIM + 1) * DIM, mask=ok, other=0.0).to(tl.float32)
+    shrunk = tl.exp2(tl.abs(gate) * -1.4426950408889634)
+    if SOFTPLUS:
+        factor = tl.log2(1.0 + shrunk) * 0.6931471805599453 + tl.maximum(gate, 0.0)
+    else:
+        factor = tl.where(gate < 0.0, shrunk, 1.0) / (1.0 + shrunk)
+    at = out + token * SIZE + i
+    y = tl.load(at, mask=ok, other=0.0).to(tl.float32) * factor
+    tl.store(at, y.to(out.dtype.element_ty), mask=ok)
+
+
+def times_gates(out: Tensor, q: Tensor, softplus: bool) -> Tensor:
+    """Multiply attention's output by sigmoid(gate) or softplus(gate), in place.
+
+    out  [num_tokens, num_heads * head_dim], contiguous
+    q    [num_tokens, num_heads, 2 head_dim]: each query followed by its gate
+    """
+    size, (count, heads, _) = out.shape[1], q.shape
+    grid = count, -(-size // BLOCK)
+    launch(_times_gates, grid, out, q.contiguous(), SIZE=size, DIM=size // heads, BLOCK=BLOCK, SOFTPLUS=softplus)
+    return out

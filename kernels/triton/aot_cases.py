@@ -17,7 +17,7 @@ from ..experts import tile_size
 from ..kv_pages import KVPages
 from ..layer_weights import ExpertsWeights, LatentWeights, Linear, LinearPart, Norm
 from ..sampling import SamplingInputs
-from .activation import gelu_tanh_mul, silu_mul
+from .activation import gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .experts import routed, sorted_by_expert, summed
@@ -166,8 +166,8 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         "_chunks": "mma.sync",
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
-    calls = *_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype, card), *_state_calls(dtype, card)
-    for op, label, call in (*calls, *_latent_calls(dtype, card)):
+    calls = *_row_calls(dtype), *_page_calls(dtype), *_gate_calls(dtype), *_attention_calls(dtype, card)
+    for op, label, call in (*calls, *_state_calls(dtype, card), *_latent_calls(dtype, card)):
         for launch in _recorded(card, call):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
@@ -265,14 +265,34 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
     ):
         angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
         kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if of else None
-        given = (_meta(dtype, 1, 48, dim), 32, (angles, angles), kept, norms)
+        given = (_meta(dtype, 1, 48 * dim), (32, 8, dim), (angles, angles), kept, norms)
         call = partial(qk_norm_rope_kv, *given, late_norms=of == "late norm")
         yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), call
     angles, norm = _meta(torch.float32, 1, 64), Norm(_meta(torch.float32, 128), 1e-6)
     for kv_format in (native, "fp8"):
         kept = _pages(kv_format, 8, 16, 128), slots
-        given = (_meta(dtype, 1, 16, 128), 0, (angles, angles), kept, (norm, norm))
+        given = (_meta(dtype, 1, 16 * 128), (0, 8, 128), (angles, angles), kept, (norm, norm))
         yield "qk_norm_rope_kv", f"{kv_format} d128 without queries", partial(qk_norm_rope_kv, *given)
+
+
+def _gate_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Gated attention of Qwen3.5 27B and Laguna: QK-norm and RoPE, attention over spaced queries, and the gates."""
+    native, (slots, table) = TYPES[dtype].removeprefix("*"), (_meta(torch.int64, 1), _meta(torch.int32, 1, 2048))
+    bounds, lengths = _meta(torch.int32, 2), _meta(torch.int32, 1)
+    for dim, heads, kv_heads, half, gate in ((256, 24, 4, 32, "queries"), (128, 48, 8, 32, "heads")):
+        angles, norm = _meta(torch.float32, 1, half), Norm(_meta(torch.float32, dim), 1e-6)
+        rows = (heads + 2 * kv_heads) * dim + heads * (1 if gate == "heads" else dim)
+        for kv_format in (native, "int8", "fp8"):
+            kept = _pages(kv_format, kv_heads, 16, dim), slots
+            given = (_meta(dtype, 1, rows), (heads, kv_heads, dim), (angles, angles), kept, (norm, norm))
+            call = partial(qk_norm_rope_kv, *given, gate=gate)
+            yield "qk_norm_rope_kv", f"{kv_format} d{dim} gated {gate}", call
+        gated = partial(times_gates, _meta(dtype, 1, heads * dim), _meta(dtype, 1, heads, 2 * dim), gate == "heads")
+        yield "times_gates", f"d{dim} {'softplus' if gate == 'heads' else 'sigmoid'}", gated
+        for tokens, kv_format in ((1, native), (1, "fp8"), (512, native)):
+            q, pages = _meta(dtype, tokens, heads, 2 * dim)[..., :dim], _pages(kv_format, kv_heads, 16, dim)
+            call = partial(paged_attention, q, pages, table, bounds, lengths, dim**-0.5)
+            yield "paged_attention", f"{kv_format} d{dim} g{heads // kv_heads} p16 gated", call
 
 
 def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:

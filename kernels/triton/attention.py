@@ -105,16 +105,18 @@ class _Step:
         if not (pages.k.is_contiguous() and pages.v.is_contiguous() and block_table.is_contiguous()):
             raise ValueError("pages and block tables must be contiguous")
         scale, window, softcap, self.sinks, chunked = how
-        self.q, self.table, self.window = q.contiguous(), block_table, window or 0
+        spaced = q.stride(2) == 1 and q.stride(0) == self.heads * q.stride(1)  # queries may be followed by gates
+        self.q, self.table, self.window = q if spaced else q.contiguous(), block_table, window or 0
         self.starts, self.lengths = cu_query_lens, seq_lens
         self.num_seqs = block_table.shape[0]
-        self.out = torch.empty_like(self.q)
+        self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         card = card_of(q.device)
         self.cap, self.num_sms, self.splits = *card, splits_of(self.kv_heads, card.num_sms)
         self.places = self.splits.places(block_table.shape[1] * self.page, window)
         self.numbers = scale, softcap or 0.0, self.window, block_table.shape[1], self.num_seqs
         self.shared = {
             "DIM": self.dim,
+            "STRIDE": q.stride(1) if spaced else self.dim,
             "GROUP": self.heads // self.kv_heads,
             "KV_HEADS": self.kv_heads,
             "PAGE": self.page,

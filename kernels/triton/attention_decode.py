@@ -68,7 +68,7 @@ def decode_split(
     FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr, PTX: tl.constexpr, HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-    PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr,
+    PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute every num_programs(0)-th split of one query's keys for one KV head.
 
@@ -76,6 +76,7 @@ def decode_split(
 
     MERGES  the last program of a (query, KV head) to finish merges its splits; `counter` is 0 before and after
     LATE    let the next kernel start (PDL) after the splits instead of at the beginning
+    STRIDE  elements from one query head to the next
     """
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -102,8 +103,8 @@ def decode_split(
     WIDTH: tl.constexpr = DIM // STEP
     SIXTEEN: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float16
     operand: tl.constexpr = tl.float32 if INTERPRET or FORMAT == "f32" else SIXTEEN
-    q_row = q + (token.to(tl.int64) * KV_HEADS + head) * (GROUP * DIM)
-    q_at = q_row + column[None, :] * DIM + d[:, None] * STEP
+    q_row = q + (token.to(tl.int64) * KV_HEADS + head) * (GROUP * STRIDE)
+    q_at = q_row + column[None, :] * STRIDE + d[:, None] * STEP
     q_ok = (column[None, :] < GROUP) & (d[:, None] < WIDTH)
     q_even = tl.load(q_at, mask=q_ok, other=0.0).to(tl.float32)
     if EIGHT:

@@ -150,11 +150,12 @@ def prefill(
     FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr, PTX: tl.constexpr,
+    INTERPRET: tl.constexpr, PTX: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries of one sequence for one KV head; the pages hold `heads` heads from first_head on.
 
-    SINGLES: also process sequences with a single query.
+    SINGLES  also process sequences with a single query
+    STRIDE   elements from one query head to the next
     """
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
     STEP: tl.constexpr = 2 if EIGHT else 1
@@ -184,14 +185,15 @@ def prefill(
     end = tl.minimum(start + TOKENS, length)
     d = tl.arange(0, HALF)
     at = ((first + lead + token).to(tl.int64) * KV_HEADS + q_head) * GROUP + row % GROUP
+    q_at = at[:, None] * STRIDE + d[None, :] * STEP
     at = at[:, None] * DIM + d[None, :] * STEP
     ok = real[:, None] & (d[None, :] < WIDTH)
-    q_even = tl.load(q + at, mask=ok, other=0.0).to(tl.float32)
+    q_even = tl.load(q + q_at, mask=ok, other=0.0).to(tl.float32)
     q_odd = q_even
     acc = tl.zeros([ROWS, HALF], tl.float32)
     acc_odd = acc
     if EIGHT:
-        q_odd = tl.load(q + at + 1, mask=ok, other=0.0).to(tl.float32)
+        q_odd = tl.load(q + q_at + 1, mask=ok, other=0.0).to(tl.float32)
         if FORMAT == "int8":
             q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 1)
     q_even, q_odd = q_even.to(operand), q_odd.to(operand)

@@ -3,8 +3,8 @@
 A program processes a few heads of one token. Queries and keys are normalized and get RoPE, keys of int8 pages are also
 rotated (`hadamard`), and every head is stored in its destination. Everything is computed in float32 from the product's
 output on, while the single ops round to 16 bits in between. Heads are distinguished per row, so a tile may hold the
-last queries and the first keys; the tile size is fixed, so sums always have the same order. The ops `rope` and
-`kv_write` use the same kernel, with queries only, and with keys and values only.
+last queries and the first keys; the tile size is fixed, so sums always have the same order. The gate of a query is
+copied next to it. The ops `rope` and `kv_write` use the same kernel, with queries only, and with keys and values only.
 
 Codes and scales are bit-identical to `kv_codes.encode`: divisions are IEEE, E4M3 is encoded with integer operations.
 Negative slots are skipped, so buckets of captured graphs can have padding rows.
@@ -86,7 +86,7 @@ def _heads(
     token_stride, q_eps, k_eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -107,6 +107,10 @@ def _heads(
         slot = tl.load(slot_mapping + token) + tl.zeros([ROWS, 1], tl.int64)
     wait_for_previous(PDL)
     row = qkv + token * token_stride + head * DIM
+    if GATE == "queries":
+        row += tl.minimum(head, HEADS) * DIM
+    elif GATE == "heads":
+        row += tl.where(is_query, 0, HEADS)
     plain = tl.load(row + d, mask=real, other=0.0).to(tl.float32)
     turned = plain
     if HALF > 0:
@@ -119,8 +123,14 @@ def _heads(
         if HAS_NORM and LATE_NORM:
             mean = tl.sum(turned * turned, 1, keep_dims=True) * (1.0 / DIM)
             turned *= 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps)) * gain
-    q_at = q_out + (token * HEADS + head) * DIM + d
+    q_at = q_out + (token * HEADS + head) * (DIM if GATE == "" else 2 * DIM) + d
     tl.store(q_at, turned.to(q_out.dtype.element_ty), mask=real & is_query)
+    if GATE != "":
+        if GATE == "queries":
+            gates = tl.load(row + DIM + d, mask=real & is_query, other=0.0)
+        else:
+            gates = tl.load(qkv + token * token_stride + HEADS * DIM + head, mask=is_query, other=0.0)
+        tl.store(q_at + DIM, gates, mask=real & is_query)
     if KV_HEADS > 0:
         if first + ROWS > HEADS:  # the tile contains keys or values
             real = real & (slot >= 0)
@@ -139,27 +149,28 @@ def _heads(
 
 def qk_norm_rope_kv(
     qkv: Tensor,
-    num_heads: int,
+    sizes: tuple[int, int, int],
     angles: tuple[Tensor, Tensor] | None,
     kept: tuple[KVPages, Tensor] | None,
     norms: tuple[Norm, Norm] | None = None,
     interleaved: bool = False,
     late_norms: bool = False,
+    gate: str = "",
 ) -> Tensor:
     """Return queries after QK-norm and RoPE; write keys and values to their slots.
 
-    qkv      [num_tokens, num_heads + 2 · num_kv_heads, head_dim]   f32 | bf16 | f16; tokens may be strided
+    qkv      [num_tokens, queries, keys and values of all heads]   f32 | bf16 | f16; tokens may be strided
+    sizes    num_heads, num_kv_heads, head_dim
     angles   cos and sin, float32 [num_tokens, half]; None: no RoPE
     kept     pages, and slots int64 [num_tokens], negative ones are skipped; None if there are only queries
     norms    of queries and of keys, over head_dim, before RoPE or after it (`late_norms`); None: no QK-norm
-    returns  q [num_tokens, num_heads, head_dim], dtype of qkv
+    gate     queries: each query in qkv is followed by its gate; heads: one number per head after all queries
+    returns  q [num_tokens, num_heads, head_dim], dtype of qkv; with gates [..., 2 head_dim], each query and its gate
 
     Reference: `mixers.attn_in` without its input norm and product.
     """
-    num_tokens, heads, dim = qkv.shape
-    if qkv.stride(2) != 1 or qkv.stride(1) != dim:
-        qkv = qkv.contiguous()
-    q = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    num_tokens, (num_heads, num_kv_heads, dim) = qkv.shape[0], sizes
+    q = torch.empty((num_tokens, num_heads, dim * (2 if gate else 1)), dtype=qkv.dtype, device=qkv.device)
     stored, page, kv_format, layer_scale = (qkv,) * 5, 1, "", False
     if kept is not None:
         pages, slots = kept
@@ -173,7 +184,7 @@ def qk_norm_rope_kv(
     rows = max(1, TILE // padded)
     launch(
         _heads,
-        (num_tokens, -(-heads // rows)),
+        (num_tokens, -(-(num_heads + 2 * num_kv_heads) // rows)),
         qkv,
         *((qkv, qkv) if angles is None else (part.contiguous() for part in angles)),
         *((qkv, qkv) if norms is None else (norm.weight for norm in norms)),
@@ -182,7 +193,7 @@ def qk_norm_rope_kv(
         DIM=dim,
         PADDED=padded,
         HEADS=num_heads,
-        KV_HEADS=(heads - num_heads) // 2,
+        KV_HEADS=num_kv_heads,
         PAGE=page,
         ROWS=rows,
         HALF=0 if angles is None else angles[0].shape[-1],
@@ -192,15 +203,16 @@ def qk_norm_rope_kv(
         INTERLEAVED=interleaved,
         HAS_NORM=norms is not None,
         LATE_NORM=late_norms,
+        GATE=gate,
     )
     return q
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """`reference.rope`; tokens of x may be strided, the result is contiguous."""
-    return qk_norm_rope_kv(x, x.shape[1], (cos, sin), None, None, interleaved)
+    return qk_norm_rope_kv(x.flatten(1), (x.shape[1], 0, x.shape[2]), (cos, sin), None, None, interleaved)
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
     """`reference.kv_write`; negative slots are skipped."""
-    qk_norm_rope_kv(torch.cat([k, v], 1), 0, None, (pages, slot_mapping))
+    qk_norm_rope_kv(torch.cat([k, v], 1).flatten(1), (0, *k.shape[1:]), None, (pages, slot_mapping))

@@ -53,6 +53,11 @@ def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None
     return _fits(facts)
 
 
+def _gates_fit(facts: OpFacts) -> str | None:
+    """Return None, or why there are no gates to multiply by."""
+    return _fits(facts) if facts.gated else "attention has no gates"
+
+
 def _latents_fit(facts: OpFacts, *, whole_chunks: bool = False) -> str | None:
     """Return None, or why the latent attention kernel does not support these pages."""
     if whole_chunks and facts.deterministic:
@@ -164,6 +169,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         Impl("latent_attention", "triton_invariant", _latents_fit, partial(_LATENTS, by_token=True)),
     ),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
+    "attention": _impl("attention", "segments", _gates_fit),
     "attn_out": _impl("attn_out", "segments"),
     "gated_delta": _recurrence("gated_delta", "segments"),
     "mamba": _recurrence("mamba", "segments"),

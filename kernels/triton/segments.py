@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from ..layer_weights import (
     has_only,
 )
 from ..state_slots import StateSlots
+from .activation import times_gates
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .recurrent import Raw, causal_conv, gated_groups, gated_norm
@@ -56,10 +58,28 @@ def attn_in(
     if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
-    heads = qkv.view(x.shape[0], -1, weights.head_dim)
+    sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
-    arguments = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms)
+    gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
+    arguments = (qkv, sizes, (cos, sin), (pages, slot_mapping), norms)
+    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms, gate)
+
+
+def attention(
+    composed: Callable[..., Tensor],
+    q: Tensor,
+    weights: AttentionWeights,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """Composed attention without gates, then one launch that multiplies by all gates."""
+    arguments = pages, block_table, cu_query_lens, seq_lens
+    if not weights.gate or not has_only(weights, FUSED_ATTENTION):
+        return composed(q, weights, *arguments)
+    plain = replace(weights, gate=False, head_gates=False, softplus_gate=False)
+    return times_gates(composed(q[..., : weights.head_dim], plain, *arguments), q, weights.softplus_gate)
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:

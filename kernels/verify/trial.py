@@ -240,7 +240,7 @@ def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
         norms += f" latents {attention.kept}"
     else:
         norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + f" w{attention.window}"
-        norms += "c" * attention.chunked + "l" * attention.late_norms
+        norms += "c" * attention.chunked + "l" * attention.late_norms + "s" * attention.softplus_gate
     norms += "p" * getattr(attention, "parallel", False) + "i" * (mlp is not None and mlp.input is not None)
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""

@@ -61,6 +61,8 @@ def test_a_card_gets_its_own_ops() -> None:
     by_token = {"paged_attention", "delta_rule", "state_space"}
     assert {op for op in invariant if invariant[op] == "triton_invariant"} == by_token | {"latent_attention"}
     assert invariant["rms_norm"] == "triton"
+    assert "attention" not in chosen and "attention" not in invariant
+    assert dict(kernel_table(replace(facts, gated=True, deterministic=True)).ops)["attention"] == "triton"
     assert dict(kernel_table(replace(facts, head_dim=520)).ops)["paged_attention"] == "torch"
     assert dict(kernel_table(replace(facts, capability=75)).ops)["rms_norm"] == "torch"
     assert "triton" not in dict(kernel_table(OpFacts()).ops).values()

@@ -1,4 +1,4 @@
-"""The fused first segment of a layer against the composed one: one row, several, with and without QK-norm."""
+"""The fused first segment of a layer against the composed one: one row, several, QK-norm and gates; gated attention."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from localllm.kernels import Weight
+from localllm.kernels import Weight, mixers, reference
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, Norm
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
-from localllm.kernels.triton.segments import attn_in
+from localllm.kernels.triton.attention import paged_attention
+from localllm.kernels.triton.segments import attention, attn_in, attn_out
+from localllm.kernels.verify.cases import copied, numbers
 
 HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
 
 
-def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> AttentionWeights:
+def weights_of(norm: bool, bias: bool, parts: int, device: torch.device, gate: str = "") -> AttentionWeights:
     """A layer whose QKV weight lies in one part or in three."""
-    rows = [(HEADS + 2 * KV_HEADS) * DIM] if parts == 1 else [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+    queries = HEADS * DIM + {"": 0, "heads": HEADS, "queries": HEADS * DIM}[gate]
+    rows = [queries + 2 * KV_HEADS * DIM] if parts == 1 else [queries, KV_HEADS * DIM, KV_HEADS * DIM]
     impl = next(impl for impl in implementations("linear") if impl.name == "triton")
     made = []
     for n in rows:
@@ -29,7 +32,12 @@ def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> Atte
     qkv = Linear(tuple(made))
     norms = [Norm(torch.rand(DIM).to(device) + 0.5, 1e-6) if norm else None for _ in range(2)]
     first = Norm(torch.rand(HIDDEN).to(device) + 0.5, 1e-5)
-    return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms)
+    gates = {"gate": bool(gate), "head_gates": gate == "heads"}
+    return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms, **gates)
+
+
+def never(*args: object) -> torch.Tensor:
+    raise AssertionError("the composed segment was called")
 
 
 @pytest.mark.parametrize(
@@ -50,10 +58,7 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     found, expected = (KVPages.empty("fp16", 2, KV_HEADS, 16, DIM) for _ in range(2))
     found, expected = (KVPages(p.k.to(device), p.v.to(device)) for p in (found, expected))
 
-    def composed(*args: object) -> torch.Tensor:
-        raise AssertionError("the composed segment was called")
-
-    q = attn_in(composed, x, weights, cos, sin, found, slots)
+    q = attn_in(never, x, weights, cos, sin, found, slots)
     wanted = REFERENCES["attn_in"](x, weights, cos, sin, expected, slots)
     assert q.dtype is torch.float16 and q.shape == (num_tokens, HEADS, DIM)
     for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
@@ -73,11 +78,76 @@ def test_keys_and_values_alone(num_tokens: int, device: torch.device) -> None:
     found, expected = (KVPages.empty("fp16", 2, KV_HEADS, 16, DIM) for _ in range(2))
     found, expected = (KVPages(p.k.to(device), p.v.to(device)) for p in (found, expected))
 
-    def composed(*args: object) -> torch.Tensor:
-        raise AssertionError("the composed segment was called")
-
-    assert attn_in(composed, x, weights, cos, sin, found, slots).shape == (num_tokens, 0, DIM)
+    assert attn_in(never, x, weights, cos, sin, found, slots).shape == (num_tokens, 0, DIM)
     REFERENCES["attn_in"](x, weights, cos, sin, expected, slots)
     for ours, theirs in ((found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(found.v != 0, expected.v != 0) and int(found.v.ne(0).any(-1).sum()) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "gate", "softplus", "norm", "half", "interleaved", "kv_format"),
+    [
+        (1, "queries", False, True, 16, False, "int8"),
+        (3, "heads", True, True, 32, False, "fp16"),
+        pytest.param(1, "heads", False, False, 32, False, "fp16", marks=pytest.mark.slow),
+        pytest.param(1, "queries", True, True, 8, True, "fp16", marks=pytest.mark.slow),
+        pytest.param(3, "queries", False, False, 24, True, "int8", marks=pytest.mark.slow),
+        pytest.param(3, "queries", False, True, 16, False, "fp16", marks=pytest.mark.slow),
+    ],
+)
+def test_gates(
+    num_tokens: int, gate: str, softplus: bool, norm: bool, half: int, interleaved: bool, kv_format: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Of each element, or of each head: `attn_in`, then `attention` with keys of earlier tokens."""
+    weights = replace(
+        weights_of(norm, False, 1, device, gate), softplus_gate=softplus, interleaved=interleaved, window=20
+    )
+    length = 20 + num_tokens
+    expected = KVPages.empty(kv_format, 2, KV_HEADS, 16, DIM)
+    expected = KVPages(*(None if part is None else part.to(device) for part in expected))
+    k, v = (torch.randn(32, KV_HEADS, DIM).to(device) for _ in range(2))
+    reference.kv_write(k, v, expected, torch.arange(32, device=device))
+    found, x = copied(expected), torch.randn(num_tokens, HIDDEN).half().to(device)
+    turns = torch.randn(num_tokens, half).to(device)
+    view = turns.cos(), turns.sin()
+    slots = torch.arange(20, length).to(device)
+    q = attn_in(never, x, weights, *view, found, slots)
+    wanted = REFERENCES["attn_in"](x, weights, *view, expected, slots)
+    assert q.dtype is torch.float16 and q.shape == (num_tokens, HEADS, 2 * DIM)
+    torch.testing.assert_close(q, wanted, rtol=1e-2, atol=1e-2)
+    assert gate == "queries" or torch.equal(q[..., DIM:], q[..., DIM : DIM + 1].expand(-1, -1, DIM))
+    for ours, theirs in zip(numbers(found), numbers(expected), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=0.05 if kv_format == "int8" else 1e-2)
+
+    def plain(q: torch.Tensor, weights: AttentionWeights, *args: torch.Tensor) -> torch.Tensor:
+        assert not (weights.gate or weights.head_gates or weights.softplus_gate)
+        return mixers.attention(spaced, q, weights, *args)
+
+    def spaced(q: torch.Tensor, *args: object) -> torch.Tensor:
+        assert q.stride() == (2 * HEADS * DIM, 2 * DIM, 1), "the queries were copied"
+        return paged_attention(q, *args)  # type: ignore[arg-type]
+
+    lists = [torch.tensor(one, dtype=torch.int32, device=device) for one in ([[0, 1]], [0, num_tokens], [length])]
+    out = attention(plain, wanted, weights, expected, *lists)
+    right = REFERENCES["attention"](wanted, weights, expected, *lists)
+    assert out.dtype is torch.float16 and out.shape == (num_tokens, HEADS * DIM) and out.is_contiguous()
+    torch.testing.assert_close(out, right, rtol=1e-2, atol=1e-2)
+
+
+def test_what_attention_leaves_to_the_composed_segment(device: torch.device) -> None:
+    """No gates, and what it does not know."""
+    plain, gated = weights_of(False, False, 1, device), weights_of(False, False, 1, device, "queries")
+    for weights in (plain, replace(gated, temperature=(0.1, 8192)), replace(gated, causal=False)):
+        seen: list[AttentionWeights] = []
+        attention(lambda q, given, *args, seen=seen: seen.append(given), torch.empty(1), weights, *(None,) * 4)  # type: ignore[arg-type]
+        assert seen == [weights]
+
+
+def test_the_output_of_gated_attention_is_added_in_the_product(device: torch.device) -> None:
+    weights = weights_of(False, False, 1, device, "queries")
+    x = torch.randn(1, weights.out.out_features).half().to(device)
+    attended = torch.randn(1, HIDDEN).half().to(device)
+    found = attn_out(never, attended, x.clone(), weights)
+    torch.testing.assert_close(found, REFERENCES["attn_out"](attended, x.clone(), weights), rtol=1e-2, atol=1e-2)

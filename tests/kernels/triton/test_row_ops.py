@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import reference, segments
+from localllm.kernels import recurrent, reference, segments
 from localllm.kernels.kv_codes import decode_e4m3, encode_e4m3
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Norm
@@ -72,6 +72,16 @@ def test_activations_stay_finite(extreme: float, device: torch.device) -> None:
     x = torch.full((1, 8), extreme, device=device)
     torch.testing.assert_close(activation.silu_mul(x), reference.silu_mul(x), rtol=1e-6, atol=1e-20)
     assert activation.gelu_tanh_mul(x).isfinite().all()
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_gates_of_attention(softplus: bool, device: torch.device) -> None:
+    q = torch.randn(2, 30, 80).to(device)
+    q[0, 0, 40:46] = torch.tensor([float("nan"), float("inf"), float("-inf"), 200.0, -200.0, -20.0])
+    mixed, gates = torch.randn(2, 30 * 40).to(device), q[..., 40:].flatten(1)
+    expected = mixed * (recurrent.softplus(gates) if softplus else recurrent.sigmoid(gates))
+    found = activation.times_gates(mixed, q, softplus)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-7, equal_nan=True)
 
 
 @triton.jit
@@ -226,19 +236,19 @@ def test_qk_norm_rope_kv(
     count: int, kv_heads: int, dim: int, half: int, norm: str, interleaved: bool, kv_format: str, device: torch.device
 ) -> None:
     weights = attention_weights(count, kv_heads, dim, norm, interleaved, device)
-    qkv = torch.randn(3, count + 2 * kv_heads, dim).to(device)
+    qkv = torch.randn(3, (count + 2 * kv_heads) * dim).to(device)
     cos, sin = angles(3, half, device)
     slots = torch.tensor([3, 70, 17], device=device)
     found, expected = (pages_of(kv_format, kv_heads, dim, 16, device) for _ in range(2))
     norms = (weights.q_norm, weights.k_norm) if norm else None
-    q = heads.qk_norm_rope_kv(qkv, count, (cos, sin), (found, slots), norms, interleaved, weights.late_norms)
+    sizes = count, kv_heads, dim
+    q = heads.qk_norm_rope_kv(qkv, sizes, (cos, sin), (found, slots), norms, interleaved, weights.late_norms)
 
     def first_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x if weight.numel() == 1 else reference.rms_norm(x, weight, eps)
 
-    flat = qkv.view(3, -1)
     expected_q = segments.attn_in(
-        first_norm, reference.rope, reference.kv_write, flat, weights, cos, sin, expected, slots
+        first_norm, reference.rope, reference.kv_write, qkv, weights, cos, sin, expected, slots
     )
     close(q, expected_q, 4)
     same_pages(found, expected, steps=1)
