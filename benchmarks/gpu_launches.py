@@ -1,8 +1,9 @@
-"""Kernel launches of one decoding step of Qwen3 or Qwen3.8, and the time to read its bytes, recorded from the code.
+"""Kernel launches of one decoding step of a model, and the time to read its bytes, recorded from the code.
 
     python -P benchmarks/gpu_launches.py        8B, int4, FP8 keys and values, 4,096 tokens; H100 and RTX 5090
     python -P benchmarks/gpu_launches.py --model 30b-a3b       a mixture, with a bfloat16 router
     python -P benchmarks/gpu_launches.py --model 27b           three gated delta layers for each of gated attention
+    python -P benchmarks/gpu_launches.py --model glm-flash     latent attention
     python -P benchmarks/gpu_launches.py --form bf16 --kv bf16 --ctx 32768 --cards h200
 
 An op of torch counts as one launch, unless it only makes a view or allocates memory; those before the first layer are
@@ -24,7 +25,9 @@ PAGE = 16
 
 
 class Model(NamedTuple):
-    """Sizes of a model; `delta` of its layers are gated delta layers, and then all others have gated attention."""
+    """Sizes of a model; `delta` of its layers are gated delta layers, and then all others have gated attention. With
+    `still`, the elements of a head without RoPE, it has latent attention.
+    """
 
     name: str
     hidden: int
@@ -38,12 +41,15 @@ class Model(NamedTuple):
     half: int = 64
     vocab: int = 151_936
     delta: int = 0
+    query_rank: int = 0
+    still: int = 0
 
 
 MODELS = {
     "8b": Model("Qwen3-8B", 4096, 12288, 36, 32, 8),
     "30b-a3b": Model("Qwen3-30B-A3B", 2048, 768, 48, 32, 4, 128, 8),
     "27b": Model("Qwen3.8-27B", 5120, 17408, 64, 24, 4, dim=256, half=32, vocab=248_320, delta=48),
+    "glm-flash": Model("GLM-4.7-Flash", 2048, 1536, 47, 20, 1, 64, 4, half=32, query_rank=768, still=192),
 }
 K_HEADS, V_HEADS, DELTA_DIM, CONV_WIDTH = 16, 48, 128, 4  # of gated delta layers
 PRODUCTS, PREPARING = ("gemv_kernel", "gemm_kernel"), ("digits_kernel", "norm_rows")
@@ -53,7 +59,8 @@ def launches(
     model: str, form: str, kv: str, ctx: int, capability: int, num_sms: int
 ) -> Iterator[tuple[str, str, int, int]]:
     """Return (part of the step, kernel, launches per step, bytes it must read)."""
-    _, hidden, inner, layers, heads, kv_heads, experts, top_k, dim, half, vocab, delta_layers = MODELS[model]
+    one = MODELS[model]
+    _, hidden, inner, layers, heads, kv_heads, experts, top_k, dim, half, vocab, delta_layers = one[:-2]
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,14 +141,24 @@ def launches(
     q = torch.empty(1, heads, dim * (2 if attention.gate else 1), dtype=x.dtype, **meta)
     attended = torch.empty(1, heads * dim, dtype=x.dtype, **meta)
     sampling = floats(1, vocab), SamplingInputs.empty(1, 1, vocab, "meta")
-    attending = layers - delta_layers
+    attending = 0 if one.still else layers - delta_layers
+    latent = aot_cases.latent_weights(torch.bfloat16, heads, one.query_rank, one.still or 1, gated=False)
+    latents = aot_cases.latent_pages(kv)
+    of_latents = (latent.qkv, latent.q_up, *(part.prepared for part in latent.stacked or ()), latent.out)
+    kept_latents = 576 * (1 if kv in ("fp8", "int8") else 2) * ctx
     # calls per step, the call, bytes that its products read, and bytes that its other kernels read
     parts: dict[str, tuple[int, Callable[[], object], list[int], list[int]]] = {
         "delta": (
             delta_layers,
             lambda: table.gated_delta(x, delta, states, where[1], bounds),
             [qkvz.nbytes, ba.nbytes, delta_out.nbytes],
-            [states.conv.nbytes + states.state.nbytes],
+            [states.conv.nbytes, states.state.nbytes],
+        ),
+        "latent": (
+            layers if one.still else 0,
+            lambda: table.latent_attention(x, latent, latents, (turns, turns, *where), bounds, lengths),
+            [part.nbytes for part in of_latents if part is not None],
+            [0, kept_latents],
         ),
         "qkv": (attending, lambda: table.attn_in(x, attention, turns, turns, pages, where[1]), [qkv.nbytes], []),
         "attention": (attending, lambda: table.attention(q, attention, pages, where[0], bounds, lengths), [], [kept]),

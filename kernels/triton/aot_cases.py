@@ -185,21 +185,23 @@ def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
     table, bounds, lengths = (_meta(torch.int32, *shape) for shape in ((1, 2048), (2,), (1,)))
     native = TYPES[dtype].removeprefix("*")
     for kv_format, heads in ((native, 20), (native, 16), ("int8", 20), ("fp8", 128)):
-        empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
-        pages = KVPages(*(None if part is None else part.to("meta") for part in empty))
-        given = (_meta(dtype, 1, heads, 576), pages, table, bounds, lengths, 0.1)
+        given = (_meta(dtype, 1, heads, 576), latent_pages(kv_format), table, bounds, lengths, 0.1)
         yield "latent_attention", f"{kv_format} {heads} x 512 + 64", partial(attend, *given)
     view = *(_meta(torch.float32, 1, 32) for _ in range(2)), table, _meta(torch.int64, 1)
     for kv_format, heads, query_rank, still in ((native, 20, 768, 192), ("int8", 16, 256, 128), ("fp8", 32, 0, 128)):
-        empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
-        pages = KVPages(*(None if part is None else part.to("meta") for part in empty))
-        weights = _latent_weights(dtype, heads, query_rank, still)
-        call = partial(latent_step, _meta(dtype, 1, 2048), weights, pages, view, bounds, lengths)
+        weights = latent_weights(dtype, heads, query_rank, still, gated=heads == 16)
+        call = partial(latent_step, _meta(dtype, 1, 2048), weights, latent_pages(kv_format), view, bounds, lengths)
         yield "latent_attention", f"{kv_format} {heads} heads of {still}, step", call
 
 
-def _latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int) -> LatentWeights:
-    """Weights with latents of 512 + 64 and values of 256, gated if there is a query latent."""
+def latent_pages(kv_format: str) -> KVPages:
+    """One page of latents of 512 + 64 elements."""
+    empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
+    return KVPages(*(None if part is None else part.to("meta") for part in empty))
+
+
+def latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int, *, gated: bool) -> LatentWeights:
+    """Weights of a layer with a hidden size of 2,048, latents of 512 + 64, and values of 256."""
     form = next(form for form in FORMS if form.code == ("f16" if dtype is torch.float16 else "bf16"))
     impl = next(impl for impl in IMPLS["linear"] if impl.name == "triton")
     norm, queries = Norm(_meta(torch.float32, 512), 1e-6), heads * (still + 64)
@@ -212,7 +214,7 @@ def _latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int)
 
     return LatentWeights(
         norm=Norm(_meta(torch.float32, 2048), 1e-6),
-        qkv=linear((query_rank or queries) + 576 + heads * bool(query_rank), 2048),
+        qkv=linear((query_rank or queries) + 576 + heads * gated, 2048),
         q_up=linear(queries, query_rank) if query_rank else None,
         q_norm=Norm(_meta(torch.float32, query_rank), 1e-6) if query_rank else None,
         kv_norm=norm,
@@ -223,7 +225,7 @@ def _latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int)
         turned=64,
         scale=0.1,
         interleaved=bool(query_rank),
-        gated=bool(query_rank),
+        gated=gated,
         stacked=(part(heads * 512, still), part(heads * 256, 512)),
     )
 
