@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ from .architectures.facts import ModelFacts
 from .architectures.mixers import Attention, GatedDelta, Mamba2, Stateful
 from .model import DecoderLayer
 
-# layer kinds to test: a mixed quantization can have a dozen, but their linear layers are tested separately
-MAX_KINDS = 4
+# layer kinds to test, at least as many as there are types of mixers: a mixed quantization can have a dozen, but their
+# linear layers are tested separately
+MAX_KINDS = 6
 POSITIONS = 64  # the test sequences are shorter than this
 
 
@@ -66,11 +68,18 @@ def head_sizes(facts: ModelFacts, shapes: ModelShapes) -> list[ModelShapes]:
 
 
 def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[LayerCall]:
-    """One layer of each kind that has pages, in model order, with its view."""
+    """One layer of each kind with its view, in model order. Of many kinds, first one per type of mixer, then one per
+    types of mixer and feed-forward layer, then a second one of these types and so on.
+    """
     found: dict[str, LayerCall] = {}
     for layer, view in zip(layers, views, strict=True):
-        if view < 0:  # fused segments are tested only on layers that have pages
-            continue
         call = (layer.mixer, layer.ffn, view)
         found.setdefault(layer_kind(*call), call)
-    return list(found.values())[:MAX_KINDS]
+    kinds, mixers, pairs = list(found.values()), Counter[type](), Counter[tuple[type, type]]()
+    ranks = []
+    for index, (mixer, ffn, _) in enumerate(kinds):
+        pair = type(mixer), type(ffn)
+        ranks.append((mixers[pair[0]] > 0, pairs[pair], index))
+        mixers[pair[0]] += 1
+        pairs[pair] += 1
+    return [kinds[index] for index in sorted(index for *_, index in sorted(ranks)[:MAX_KINDS])]

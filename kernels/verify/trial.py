@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -23,18 +23,23 @@ from ..experts import tokens_of_tiles
 from ..kv_pages import KVPages
 from ..layer_weights import (
     AttentionWeights,
+    ConvWeights,
+    DeltaWeights,
     ExpertsWeights,
     HeadWeights,
     LatentWeights,
+    LayerCache,
     LayerCall,
     Linear,
+    MambaWeights,
     MixerWeights,
     Stepped,
     View,
     linears_of,
 )
 from ..registry import Impl, LinearFacts, OpFacts
-from ..segments import REFERENCES, KernelTable
+from ..segments import REFERENCES, STATEFUL, KernelTable
+from ..state_slots import StateSlots
 from ..weight import Weight
 from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases, seeded
 
@@ -53,6 +58,8 @@ ROWS = 64  # output features of a linear layer that are compared, including the 
 # per class of rows that has its own kernels
 A_FEW = ((1, 1), (3, 21))
 SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (5, 21)), ((1, 1), (11, 21)))}
+FEEDS = ("mlp", "experts")
+SEEN = 4  # random tokens behind each state, so that it is about as large as what a step adds to it
 
 
 class _Judging(threading.local):
@@ -232,24 +239,40 @@ def _products(*linears: Linear) -> str:
     return ",".join(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
-def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
+def layer_kind(mixer: MixerWeights | None, mlp: Any, view: int) -> str:
     """Key of a layer: everything that makes it a separate case for fused segments."""
-    assert isinstance(attention, AttentionWeights | LatentWeights)
-    norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp and mlp.post_norm))
-    if isinstance(attention, LatentWeights):
-        norms += f" latents {attention.kept}"
-    else:
-        norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + f" w{attention.window}"
-        norms += "c" * attention.chunked + "l" * attention.late_norms + "s" * attention.softplus_gate
-    norms += "p" * getattr(attention, "parallel", False) + "i" * (mlp is not None and mlp.input is not None)
-    products = _products(*linears_of(attention), *linears_of(mlp))
+    norms = [mlp and mlp.post_norm]
+    options = ""
+    if isinstance(mixer, AttentionWeights | LatentWeights):
+        norms = [mixer.q_norm, mixer.post_norm, *norms]
+    if isinstance(mixer, AttentionWeights):
+        options = "g" * mixer.gate + "k" * mixer.k_is_v + "r" * mixer.reads_only + f" w{mixer.window}"
+        options += "c" * mixer.chunked + "l" * mixer.late_norms + "p" * mixer.parallel + "s" * mixer.softplus_gate
+    elif isinstance(mixer, LatentWeights):
+        options = f" latents {mixer.kept}{' gated' * mixer.gated}"
+    elif mixer is not None:
+        options = f" {STATEFUL[type(mixer)]} {_options(mixer)}"
+    options += "i" * (mlp is not None and mlp.input is not None)
+    marks = "".join("n" if norm else "-" for norm in norms)
+    products = _products(*linears_of(mixer), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit, mlp.shared_limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
         added += "+i" * mlp.share_inputs
         router = f" {mlp.router_kind}{added} {chosen}"
-    return f"{view} {products} {norms} {mlp and mlp.activation}{router}"
+    return f"{view} {products} {marks}{options} {mlp and mlp.activation}{router}"
+
+
+def _options(weights: MixerWeights) -> str:
+    """A recurrent mixer without its products: numbers, shapes of tensors, and which optional parts it has."""
+
+    def told(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return "x".join(map(str, value.shape))
+        return str(value) if value is None or isinstance(value, int | float | tuple) else "+"
+
+    return " ".join(told(getattr(weights, field.name)) for field in fields(weights))
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
@@ -269,7 +292,8 @@ class SegmentTrial:
     head: HeadWeights
     rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     step: tuple[tuple[int, int], ...] = A_FEW
-    _filled: dict[tuple[int, int, int], KVPages] = field(default_factory=dict, init=False)
+    _pages: dict[tuple[int, int, int], KVPages] = field(default_factory=dict, init=False)
+    _states: dict[int, StateSlots] = field(default_factory=dict, init=False)  # by id of the weights
 
     def error(self, name: str, table: KernelTable) -> str:
         """Return "" if segment `name` of `table` agrees with its reference, else the error."""
@@ -316,10 +340,50 @@ class SegmentTrial:
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         return x.to(device, getattr(torch, facts.dtype)), num_pages, views, cu, lens, at
 
-    def _inputs(self) -> tuple[Tensor, list[KVPages], list[View], Tensor, Tensor, Tensor]:
-        """The step of `_made` with fresh copies of x and of every layer's pages."""
+    def _inputs(self) -> tuple[Tensor, list[LayerCache], list[View], Tensor, Tensor, Tensor]:
+        """The step of `_made` with fresh copies of x and of every layer's cache."""
         x, _, *others = self._made
-        return x.clone(), [copied(self._pages(mixer)) for mixer, *_ in self.layers], *others
+        return x.clone(), [self._cache(mixer) for mixer, *_ in self.layers], *others
+
+    @cached_property
+    def _slots(self) -> Tensor | None:
+        """State slots of the sequences, in descending order; no token changes the first and the last slot."""
+        if not any(type(mixer) in STATEFUL for mixer, *_ in self.layers):
+            return None
+        return torch.arange(len(self.step), 0, -1, device=self.shapes.facts.device)
+
+    def _with_empty(self, cu: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Slots and starts of the sequences; an empty one with the last slot leads, unless each has a single token."""
+        slots = self._slots
+        if slots is None or all(new == 1 for new, _ in self.step):
+            return slots, None if slots is None else cu
+        return torch.cat([slots[:1] + 1, slots]), torch.cat([cu[:1], cu])
+
+    def _cache(self, mixer: MixerWeights | None) -> LayerCache:
+        """A fresh copy of the cache of one layer, with random contents."""
+        if mixer is None:
+            return None
+        if isinstance(mixer, AttentionWeights | LatentWeights):
+            return copied(self._filled_pages(mixer))
+        states = self._filled_states(mixer)  # as in the model, a slot of another layer lies between two slots
+        return StateSlots(*(None if part is None else torch.stack((part, part), 1)[:, 1] for part in states))
+
+    def _filled_states(self, mixer: DeltaWeights | ConvWeights | MambaWeights) -> StateSlots:
+        """States as the reference leaves them after SEEN random tokens, in two slots more than sequences."""
+        if id(mixer) not in self._states:
+            device, generator, num_slots = self.shapes.facts.device, seeded(25), len(self.step) + 2
+            (channels, width), state = mixer.conv.shape, None
+            if isinstance(mixer, DeltaWeights):
+                state = torch.zeros(num_slots, mixer.num_v_heads, mixer.v_dim, mixer.k_dim, device=device)
+            elif isinstance(mixer, MambaWeights):
+                state = torch.zeros(num_slots, mixer.num_heads, mixer.head_dim, mixer.state_size, device=device)
+            kept = StateSlots(torch.zeros(num_slots, channels, width - 1, device=device), state)
+            x = torch.randn((SEEN * num_slots, self.shapes.hidden), generator=generator).to(self._made[0])
+            starts = torch.arange(0, x.shape[0] + 1, SEEN, dtype=torch.int32, device=device)
+            slots = torch.arange(num_slots, device=device)
+            REFERENCES[STATEFUL[type(mixer)]](x, mixer, kept, slots, starts)
+            self._states[id(mixer)] = kept
+        return self._states[id(mixer)]
 
     def _per_layer_inputs(self) -> Tensor | None:
         """Random per-layer inputs, if the layers use them."""
@@ -329,17 +393,17 @@ class SegmentTrial:
         x, generator = self._made[0], seeded(24)
         return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
 
-    def _pages(self, mixer: Any) -> KVPages:
+    def _filled_pages(self, mixer: AttentionWeights | LatentWeights) -> KVPages:
         """Pages with random keys and values for one layer's heads, which may differ between layers."""
         facts, (kv_heads, *dims) = self.shapes.facts, mixer.kept
-        if mixer.kept not in self._filled:
+        if mixer.kept not in self._pages:
             num_pages, generator = self._made[1], seeded(22)
             cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
             count = num_pages * facts.page_size
             k, v = (torch.randn((count, kv_heads, dim), generator=generator).to(facts.device) for dim in dims)
             REFERENCES["kv_write"](k, v, cache, torch.arange(count, device=k.device))
-            self._filled[mixer.kept] = cache
-        return self._filled[mixer.kept]
+            self._pages[mixer.kept] = cache
+        return self._pages[mixer.kept]
 
     @property
     def _tolerance(self) -> float:
@@ -352,7 +416,7 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _head(self, run: Callable[..., Tensor]) -> str:
-        x, *_ = self._inputs()
+        x = self._made[0].clone()
         return compare(run(x, self.head), REFERENCES["head"](x, self.head), self._tolerance)
 
     @torch.inference_mode()
@@ -363,15 +427,16 @@ class SegmentTrial:
             for call in (run, REFERENCES["decoder"]):
                 x, kept, views, cu, lens, _ = self._inputs()
                 wanted = None if every else cu[2:].long() - 1
-                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._per_layer_inputs())
-                outputs.append((found, *(n for c in kept for n in numbers(c))))
-            if problem := compare_all(outputs[0], outputs[1], allowed):
+                slots, starts = (self._slots, None) if every else self._with_empty(cu)
+                rest = wanted, slots, self._per_layer_inputs(), starts
+                outputs.append(([call(x, self.layers, kept, views, cu, lens, *rest)], kept))
+            if problem := _compare_kept(outputs, allowed):
                 return problem
         return ""
 
     @torch.inference_mode()
     def _step(self, run: Callable[..., Stepped]) -> str:
-        *_, lens, at = self._inputs()
+        *_, lens, at = self._made
         ids = torch.randint(self.head.linear.out_features, at.shape, generator=seeded(23)).to(at)
         whole = torch.arange(int(lens.max()), device=at.device)
         outputs = []
@@ -379,37 +444,64 @@ class SegmentTrial:
             _, kept, views, cu, lens, _ = self._inputs()
             turned = [(*self.rotations(number, whole), *rest) for number, (_, _, *rest) in enumerate(views)]
             where = self.layers, kept, turned, cu, lens
-            hidden, logits, best = call(ids, at, self.embedding, *where, self.head, True)
+            hidden, logits, best = call(ids, at, self.embedding, *where, self.head, True, self._slots)
             if best is not None and not torch.equal(best, logits.argmax(-1)):
                 return f"argmax of the logits is {logits.argmax(-1).tolist()}, but the kernel returned {best.tolist()}"
-            outputs.append((hidden, logits, *(n for c in kept for n in numbers(c))))
-        allowed = self._tolerance * (len(self.layers) + 1)
-        return compare_all(outputs[0], outputs[1], allowed)
+            outputs.append(([hidden, logits], kept))
+        return _compare_kept(outputs, self._tolerance * (len(self.layers) + 1))
 
     @torch.inference_mode()
     def _one(self, name: str, run: Callable[..., Tensor]) -> str:
-        for attention, mlp, view in self.layers:
-            x, _, views, cu, lens, _ = self._inputs()
-            cos, sin, table, slots = views[view]
-            caches = copied(self._pages(attention)), copied(self._pages(attention))
-            feed = "experts" if isinstance(mlp, ExpertsWeights) else "mlp"
-            arguments: dict[str, list[tuple[Any, ...]]] = {}
-            if mlp is not None:
-                arguments[feed] = [(x.clone(), mlp) for _ in caches]
-            if isinstance(attention, LatentWeights):
-                arguments["latent_attention"] = [(x.clone(), attention, of, views[view], cu, lens) for of in caches]
-            elif isinstance(attention, AttentionWeights):
-                q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim * (1 + attention.gate))).to(x)
-                arguments |= {
-                    "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
-                    "attention": [(q, attention, of, table, cu, lens) for of in caches],
-                    "attn_out": [(q[..., : attention.head_dim].flatten(1), x.clone(), attention) for _ in caches],
-                }
-            if name not in arguments:
-                continue
-            ours, theirs = arguments[name]
-            found, wanted = run(*ours), REFERENCES[name](*theirs)
-            results = (found, *numbers(caches[0])), (wanted, *numbers(caches[1]))
-            if problem := compare_all(*results, self._tolerance):
-                return problem
+        for layer in self.layers:
+            if name in _segments_of(*layer):
+                outputs = []
+                for call in (run, REFERENCES[name]):
+                    cache = None if name in FEEDS else self._cache(layer[0])
+                    outputs.append(([call(*self._arguments(name, layer, cache))], [cache]))
+                if problem := _compare_kept(outputs, self._tolerance):
+                    return problem
         return ""
+
+    def _arguments(self, name: str, layer: LayerCall, cache: LayerCache) -> tuple[Any, ...]:
+        """Arguments of a segment of this layer."""
+        (mixer, ffn, view), (x, _, views, cu, lens, _) = layer, self._made
+        x = x.clone()
+        if name in FEEDS:
+            return x, ffn
+        if name == "latent_attention":
+            return x, mixer, cache, views[view], cu, lens
+        if not isinstance(mixer, AttentionWeights):
+            return x, mixer, cache, *self._with_empty(cu)
+        cos, sin, table, where = views[view]
+        heads = x.shape[0], mixer.num_heads, mixer.head_dim * (1 + mixer.gate)
+        q = torch.randn(heads, generator=seeded(26)).to(x)
+        return {
+            "attn_in": (x, mixer, cos, sin, cache, where),
+            "attention": (q, mixer, cache, table, cu, lens),
+            "attn_out": (q[..., : mixer.head_dim].flatten(1), x, mixer),
+        }[name]
+
+
+def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str, ...]:
+    """The segments of a layer that are tried one by one."""
+    feed = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
+    if isinstance(mixer, AttentionWeights):
+        return "attn_in", "attention", "attn_out", *feed
+    if mixer is None:
+        return feed
+    return "latent_attention" if isinstance(mixer, LatentWeights) else STATEFUL[type(mixer)], *feed
+
+
+def _compare_kept(results: Sequence[tuple[list[Tensor], Sequence[LayerCache]]], tolerance: float) -> str:
+    """Compare the outputs of a segment with its reference's, and the caches that both may have modified.
+
+    The first and the last state slot must be unchanged.
+    """
+    near, exact = [], []
+    for outputs, caches in results:
+        pages = [part for cache in caches if isinstance(cache, KVPages) for part in numbers(cache)]
+        states = [part for cache in caches if isinstance(cache, StateSlots) for part in cache if part is not None]
+        near.append([*outputs, *pages, *(part[1:-1] for part in states)])
+        exact.append([part[:: part.shape[0] - 1] for part in states])
+    problem = compare_all(near[0], near[1], tolerance)
+    return problem or (compare_all(exact[0], exact[1], 0.0) and "it changed the state of another sequence")
