@@ -58,8 +58,8 @@ def test_a_card_gets_its_own_ops() -> None:
     chosen = dict(kernel_table(facts).ops)
     assert {name: chosen[name] for name in expected} == expected
     invariant = dict(kernel_table(replace(facts, deterministic=True)).ops)
-    by_token = {"paged_attention", "delta_rule", "state_space"}
-    assert {op for op in invariant if invariant[op] == "triton_invariant"} == by_token | {"latent_attention"}
+    by_token = {"paged_attention", "delta_rule", "state_space", "latent_attention", "gated_delta", "mamba"}
+    assert {op for op in invariant if invariant[op] == "triton_invariant"} == by_token
     assert invariant["rms_norm"] == "triton"
     assert "attention" not in chosen and "attention" not in invariant
     assert dict(kernel_table(replace(facts, gated=True, deterministic=True)).ops)["attention"] == "triton"
