@@ -43,8 +43,8 @@ def never(*args: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("num_tokens", "norm", "bias", "parts"),
     [
-        (1, True, False, 1),
         (3, False, True, 3),
+        pytest.param(1, True, False, 1, marks=pytest.mark.slow),
         pytest.param(1, False, True, 3, marks=pytest.mark.slow),
         pytest.param(3, True, False, 1, marks=pytest.mark.slow),
     ],
@@ -145,6 +145,7 @@ def test_what_attention_leaves_to_the_composed_segment(device: torch.device) -> 
         assert seen == [weights]
 
 
+@pytest.mark.slow
 def test_the_output_of_gated_attention_is_added_in_the_product(device: torch.device) -> None:
     weights = weights_of(False, False, 1, device, "queries")
     x = torch.randn(1, weights.out.out_features).half().to(device)
