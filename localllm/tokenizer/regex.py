@@ -46,6 +46,9 @@ _CASED_LETTERS = (
 )
 _CJK_RUN = r"[一-龥ࠀ-一가-퟿]+"
 
+_YOUTU = rf"{_CASED % (_C + '?', _C + '?')}|\p{{N}}|{_AFTER_CASED}"
+_YOUTU_RUNS = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+
 # names -> successive isolated splits
 _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", (_LLAMA3,)),
@@ -56,6 +59,7 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt-2 gpt2 phi-2 mpt olmo jais trillion jina-v1-en jina-v2-code jina-v2-es jina-v2-de", (_GPT2,)),
     ("gigachat mellum a.x-4.0 modern-bert exaone4 granite-docling", (_GPT2,)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT4O,)),
+    ("youtu", (_YOUTU_RUNS, _YOUTU)),
     ("tekken", (_TEKKEN,)),
     ("kimi-k2", (_KIMI_K2,)),
     ("minicpm5", (r"\p{N}{1,3}", _MINICPM5)),
@@ -80,6 +84,6 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # name -> regexes, each an isolated split of the pieces left by the one before
 PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
 ADD_BOS = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # BOS is added unless the file says otherwise
-IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5"}  # a piece that is itself a token is not split
+IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5", "youtu"}  # a piece that is itself a token is not split
 # text is normalized to NFC first: Hugging Face's Qwen tokenizers do so, llama.cpp does not
 NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])

@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention (MLA), dense layers, then MoE layers with a
-shared expert.
+shared expert. Youtu-LLM has only dense layers.
 
 V2 and Mistral have a softmax router, the others a sigmoid router with a choice bias. RoPE rows are not permuted: pairs
 are interleaved in both containers. The layer after the last one is an MTP head.
@@ -84,7 +84,8 @@ class DeepseekV2(Architecture):
             temperature=hf_temperature(config, rope),
         )  # fmt: skip
         mixers, dense = self.mixers(config, attention), self.dense_layers(config)
-        layers, predictor = self.layers(config, mixers, dense, self.experts(config, act), config.dense(act))
+        experts = None if all(dense) else self.experts(config, act)
+        layers, predictor = self.layers(config, mixers, dense, experts, config.dense(act))
         return config.facts(layers, context, predictor=predictor)
 
     def attention(self, config: Config, rope: RopeFacts, rank: int, **values: Any) -> LatentAttention:
@@ -112,11 +113,14 @@ class DeepseekV2(Architecture):
         config: Config,
         mixers: Sequence[LatentAttention | KimiDelta],
         dense: Sequence[bool],
-        experts: Experts,
+        experts: Experts | None,
         plain: Dense,
     ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
-        """The layers, of which equal ones are one object, and the MTP head, which has latent attention."""
-        limited = [replace(experts, limit=limit, shared_limit=shared) for limit, shared in self.limits(config)]
+        """The layers, of which equal ones are one object, and the MTP head, which has latent attention. `experts` is
+        None if all layers are dense.
+        """
+        limits = self.limits(config)
+        limited = [replace(experts, limit=one, shared_limit=shared) if experts else plain for one, shared in limits]
         found: dict[LayerFacts, LayerFacts] = {}
         for_layer = zip(mixers, dense, limited[: config.num_layers], strict=True)
         made = (LayerFacts(mixer, plain if is_dense else mixture) for mixer, is_dense, mixture in for_layer)
@@ -176,7 +180,8 @@ class DeepseekV2(Architecture):
         )  # fmt: skip
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         mixers, first = self.gguf_mixers(config, attention), [layer < dense for layer in range(config.num_layers)]
-        layers, predictor = self.layers(config, mixers, first, self.gguf_experts(config, dense), config.dense())
+        experts = None if all(first) else self.gguf_experts(config, dense)
+        layers, predictor = self.layers(config, mixers, first, experts, config.dense())
         return config.facts(layers, context, predictor=predictor)
 
     def stores_by_head(self, config: GgufConfig) -> bool:
@@ -231,6 +236,18 @@ class Glm4MoeLite(DeepseekV3):
         if unknown:
             raise config.unsupported(f"{config.source} with layers of type {unknown[0][:60]}")
         return [kind == "dense" for kind in kinds]
+
+
+class Youtu(DeepseekV3):
+    """DeepSeek V3 with dense layers only."""
+
+    name = "youtu"
+    label = "Youtu-LLM"
+    hf_types = {"youtu": LATENT | {"intermediate_size": 6144, "tie_word_embeddings": True}}
+    hf_classes: ClassVar[tuple[str, ...]] = ("YoutuForCausalLM",)
+
+    def dense_layers(self, config: HfConfig) -> list[bool]:
+        return [True] * config.num_layers
 
 
 class Mistral4(DeepseekV2):

@@ -14,7 +14,7 @@ from .arcee import Arcee
 from .architecture import Architecture
 from .cohere import Cohere, Cohere2
 from .config import unsupported
-from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
+from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4, Youtu
 from .dflash import Dflash
 from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
@@ -74,9 +74,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
-    DeepseekV2(),  # the GGUF files of the next two have the same architecture name
+    DeepseekV2(),  # the GGUF files of the next three have the same architecture name
     DeepseekV3(),
     Glm4MoeLite(),
+    Youtu(),
     KimiLinear(),
     Ling3(),
     Lfm2(),

@@ -454,6 +454,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"heads": (3, 3, 24), "first_k_dense_replace": 1}
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
     ),
+    "youtu": (
+        "youtu",
+        {"hidden_size": 45, "intermediate_size": 70, "heads": (3, 3, 10), "tie_word_embeddings": True}
+        | {key: LATENT[key] for key in LATENT if key.startswith(("q", "kv", "v"))}
+        | {"rope_parameters": PLAIN | {"rope_theta": 1_600_000.0}},
+    ),
     "glm4-moe-lite": ("glm4_moe_lite", LATENT | {"heads": (5, 5, 10), "routed_scaling_factor": 1.8}),
     "glm4-moe-lite-packable": (
         "glm4_moe_lite",

@@ -29,7 +29,7 @@ ARCHITECTURE |= {
 }
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid"}
-ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
+ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2", "youtu": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
@@ -310,10 +310,15 @@ def _latent(
     """The keys of a model with latent attention, and its tensors."""
     rank, turned, still = (config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
     heads, values, rope = config["num_attention_heads"], config["v_head_dim"], config["rope_parameters"]
-    dense = config.get("mlp_layer_types", []).count("dense") or config["first_k_dense_replace"]
-    writer.add_leading_dense_block_count(dense)
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] == "youtu":
+        writer.add_leading_dense_block_count(config["num_hidden_layers"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(0)
+    else:
+        dense = config.get("mlp_layer_types", []).count("dense") or config["first_k_dense_replace"]
+        writer.add_leading_dense_block_count(dense)
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_kv_lora_rank(rank)
     if config["q_lora_rank"]:
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -625,7 +630,7 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3"]
+NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]

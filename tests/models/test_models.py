@@ -18,7 +18,7 @@ MIXTURES += ("ernie-moe", "hunyuan-moe", "llama4", "llama4-published", "minimax-
 MIXTURES += ("afmoe", "mellum", "laguna")
 MORE_MIXTURES = ("qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open", "granitemoe-shared")
 MORE_MIXTURES += ("laguna-elements",)
-LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
+LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "youtu")
 MAMBAS = ("granite-hybrid", "nemotron-h")
 MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
 NAMES = (

@@ -281,6 +281,7 @@ def test_pre_tokenizers_cut_as_published() -> None:
     assert pieces("kimi-k2", "Es ist日本語 isn't 1234\n") == ["Es", " ist", "日本語", " isn't", " ", "123", "4", "\n"]
     for name in ("bailingmoe", "bailingmoe2", "llada-moe"):
         assert pieces(name, "ISN'T 12\n\n x") == ["ISN", "'T", " ", "1", "2", "\n\n", " x"]
+    assert pieces("youtu", "Don't 12 바다ㄱ中文、x") == ["Don't", " ", "1", "2", " ", "바다ㄱ", "中文", "、", "x"]
     assert pieces("minicpm5", "Es isn't 1234\n") == ["Es", " isn", "'t", " ", "123", "4", "\n"]
     assert pieces("smollm", "a  12")[:4] == ["a", "  ", "1", "2"]
     assert pieces("gpt-2", "a  12") == ["a", " ", " 12"]
