@@ -31,7 +31,7 @@ PICKLES = (
 )  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 32 << 20

@@ -27,8 +27,8 @@ _QUANT_ORDER = (
 _RANKS = {label: rank for rank, label in enumerate(_QUANT_ORDER.split())}
 
 _SMALL = re.compile(
-    r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
-    r"|\d+_\w+/config\.json|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
+    r"[^/]+\.(json|jinja)|(tokenizer|tiktoken)\.model|merges\.txt|vocab\.txt"
+    r"|(additional_chat_templates|chat_templates)/[^/]+\.jinja|\d+_\w+/config\.json|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
     re.IGNORECASE,
 )
 _DENSE = re.compile(r"\d+_Dense/model\.safetensors")  # dense layers after pooling: `checkpoint.text_modules`

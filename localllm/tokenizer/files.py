@@ -1,7 +1,7 @@
 """Loads the tokenizer of a checkpoint, for both containers: `load_tokenizer(ckpt)` -> `Tokenizer`.
 
-Reads tokenizer.json and its companion files, or the metadata of a GGUF file. Chat templates are also found here, only
-inside the model's own folder and only under plain names.
+Reads tokenizer.json or tiktoken.model and the files next to it, or the metadata of a GGUF file. Chat templates are also
+found here, only inside the model's own folder and only under plain names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localllm.checkpoint.json_file import read_json_object
 from localllm.checkpoint.mapped_file import bad, read_small
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.tokenizer import gguf_documents
+from localllm.tokenizer import gguf_documents, tiktoken_model
 from localllm.tokenizer.gguf_vocabulary import (
     CONTROL,
     Vocabulary,
@@ -51,7 +51,6 @@ _ENDS = (
 _ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|> <|role_end|>"
 END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OTHER_FILES = ("tekken.json", "tiktoken.model")  # Mistral's and Moonshot's repositories may have only these
 # control tokens at ids that identify a Tekken vocabulary
 TEKKEN_MARKS = {"[INST]": 3, "[/INST]": 4, "[AVAILABLE_TOOLS]": 5, "[TOOL_CALLS]": 9}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -132,13 +131,14 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, 
 
 
 def _from_folder(ckpt: Checkpoint) -> Tokenizer:
-    files = ckpt.tokenizer_files
-    backend = parse_backend(read_small(_tokenizer_file(ckpt), MAX_TOKENIZER_BYTES), "tokenizer.json")
+    files, path = ckpt.tokenizer_files, _tokenizer_file(ckpt)
+    config = _read_json(files.get("tokenizer_config.json"))
+    data = read_small(path, MAX_TOKENIZER_BYTES)
+    backend = _from_tiktoken(path, data, config) if path.name == tiktoken_model.NAME else parse_backend(data, path.name)
     if all(backend.token_to_id(text) == index for text, index in TEKKEN_MARKS.items()):
         # Mistral Small 3 and others were published with a regex that does not fit their vocabulary: transformers warns
         # about it; GGUF files and Mistral's own tokenizer have the right one
         backend.pre_tokenizer = pre_tokenizer("tekken")
-    config = _read_json(files.get("tokenizer_config.json"))
     special = _read_json(files.get("special_tokens_map.json"))
     texts = {}
     for name in _TOKEN_NAMES:
@@ -165,6 +165,20 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     )
 
 
+def _from_tiktoken(path: Path, data: bytes, config: Mapping[str, Any]) -> Backend:
+    named = {
+        index: text for index, entry in _listed(config.get("added_tokens_decoder")) if (text := _token_text(entry))
+    }
+    vocabulary = tiktoken_model.read_vocabulary(path, data, named)
+    return _guarded(lambda: build_backend(vocabulary), path.name)
+
+
+def _listed(entries: Any) -> list[tuple[int, Any]]:
+    """The tokens of `added_tokens_decoder` by id."""
+    items = entries.items() if isinstance(entries, dict) else ()
+    return sorted(((int(k), one) for k, one in items if k.isdecimal() and len(k) < 10), key=itemgetter(0))
+
+
 def _additional_special(config: Mapping[str, Any]) -> list[str]:
     """Texts of additional control tokens, unnamed ones and those with a model-specific name."""
     found: list[Any] = []
@@ -184,9 +198,11 @@ def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
 
 def _tokenizer_file(ckpt: Checkpoint) -> Path:
     files = ckpt.tokenizer_files
-    other = next((name for name in _OTHER_FILES if (ckpt.path / name).is_file()), "")
-    if "tokenizer.json" not in files and other:
-        what = f"the model's tokenizer is {other}, which is not supported"
+    if "tokenizer.json" not in files and tiktoken_model.NAME in files:
+        tiktoken_model.check_class(_read_json(files.get("tokenizer_config.json")))
+        return files[tiktoken_model.NAME]
+    if "tokenizer.json" not in files and (ckpt.path / "tekken.json").is_file():  # of Mistral's repositories
+        what = "the model's tokenizer is tekken.json, which is not supported"
         raise UnsupportedFormat(what, "use a GGUF version of the model, or one with a tokenizer.json")
     if "tokenizer.json" not in files:
         raise UnsupportedFormat(
@@ -215,12 +231,9 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: I
     from tokenizers import AddedToken
 
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    listed, size = config.get("added_tokens_decoder"), backend.get_vocab_size()
-    entries = listed.items() if isinstance(listed, dict) else ()
+    size = backend.get_vocab_size()
     tokens: dict[str, AddedToken] = {}
-    for index, entry in sorted(
-        ((int(k), one) for k, one in entries if k.isdecimal() and len(k) < 10), key=itemgetter(0)
-    ):
+    for index, entry in _listed(config.get("added_tokens_decoder")):
         text = _token_text(entry)
         stored = backend.token_to_id(text) if text else None
         if text and text not in tokens and index == (size if stored is None else stored):

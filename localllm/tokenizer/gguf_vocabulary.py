@@ -1,9 +1,10 @@
 """Builds `tokenizers` back ends from GGUF vocabularies: byte-level BPE (`gpt2`), SentencePiece BPE (`llama`), `gemma4`.
 
-`gguf_documents.py` handles Unigram (`t5`) and WordPiece (`bert`).
+`gguf_documents.py` handles Unigram (`t5`) and WordPiece (`bert`); `tiktoken_model.py` reads Moonshot's files, which are
+byte-level BPE with ranks (`tiktoken`).
 
-SentencePiece files hold scores instead of merges: the merges are derived once (two to three seconds for 262k tokens)
-and cached below `paths.cache_dir()`, keyed by the vocabulary.
+SentencePiece files hold scores instead of merges, and tiktoken's hold ranks: the merges are derived once (two to three
+seconds for 262k tokens) and cached below `paths.cache_dir()`, keyed by the vocabulary.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
     from tokenizers import AddedToken
 
     with no_collection():
-        backend = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model](vocabulary)
+        build = {"gpt2": _byte_level, "tiktoken": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+        backend = build[vocabulary.model](vocabulary)
     tokens = vocabulary.tokens
     control = sorted({*np.flatnonzero(vocabulary.types == CONTROL).tolist(), *control_ids})
     plain = sorted(set(np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()) - set(control))
@@ -148,10 +150,11 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
 def _byte_level(vocabulary: Vocabulary) -> Backend:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
+    is_ranked = vocabulary.model == "tiktoken"
     bpe = models.BPE(
         vocab=vocabulary.token_ids,
-        merges=Patient(_split_merges(vocabulary)),
-        ignore_merges=vocabulary.pre in IGNORE_MERGES,
+        merges=Patient(_derived_merges(vocabulary) if is_ranked else _split_merges(vocabulary)),
+        ignore_merges=is_ranked or vocabulary.pre in IGNORE_MERGES,
     )
     backend = Tokenizer(bpe)
     if vocabulary.pre in NFC:
@@ -180,12 +183,17 @@ def _gemma4(vocabulary: Vocabulary) -> Backend:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Backend:
+    return _spaced_bpe(vocabulary, _derived_merges(vocabulary), prefix=vocabulary.add_space_prefix)
+
+
+def _derived_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges of a vocabulary that has scores instead, as texts."""
     text, pairs = vocabulary.tokens.__getitem__, _cached_merges(vocabulary)
     merges: list[tuple[str, str]] = []
     for at in range(0, len(pairs), 2 * PIECE):
         part = pairs[at : at + 2 * PIECE]
         merges += zip(map(text, part[::2]), map(text, part[1::2]), strict=True)
-    return _spaced_bpe(vocabulary, merges, prefix=vocabulary.add_space_prefix)
+    return merges
 
 
 def _spaced_bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
@@ -216,9 +224,9 @@ def _spaced_bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix
 def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) -> list[int]:
     """Derive the merges of a scored vocabulary as flat pairs of token ids, best first.
 
-    SentencePiece joins the adjacent pair with the highest-scoring result, leftmost first. While a token is built, no
-    merge crosses its boundaries, so its last two parts are always those left when the token is tokenized alone: one
-    merge per token suffices. Runs of spaces are user-defined and come first, as in Hugging Face's files.
+    SentencePiece and tiktoken join the adjacent pair with the highest-scoring result, leftmost first. While a token is
+    built, no merge crosses its boundaries, so its last two parts are always those left when the token is tokenized
+    alone: one merge per token suffices. Runs of spaces are user-defined and come first, as in Hugging Face's files.
     """
     work = sum(len(token) ** 2 for token in tokens)
     if work > MAX_MERGE_WORK:

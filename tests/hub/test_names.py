@@ -165,7 +165,8 @@ def selected(*names: str, quant: str | None = None) -> list[str]:
 
 
 def test_only_needed_files_are_selected() -> None:
-    base = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "merges.txt", "tokenizer.model"]
+    base = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE", "merges.txt", "tokenizer.model",
+            "tiktoken.model"]  # fmt: skip
     other = ["README.md", "pytorch_model.bin", "modeling_x.py", "original/consolidated.00.pth", "onnx/model.onnx",
              ".gitattributes", "consolidated.safetensors", "evil.pt", "a.npy"]  # fmt: skip
     assert sorted(selected("model.safetensors", *base, *other)) == sorted(["model.safetensors", *base])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import threading
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -631,6 +634,95 @@ def test_unsupported_tokenizers_are_named(folder: Path) -> None:
     with pytest.raises(UnsupportedFormat, match=r"tekken\.json, which is not supported") as caught:
         from_folder(folder)
     assert "GGUF" in caught.value.hint
+
+
+def tiktoken_folder(folder: Path, tokens: list[bytes], named: dict[int, str], cls: str = "kimi") -> Path:
+    """A folder of Moonshot's, without a tokenizer.json."""
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    listed = {str(index): {"content": text, "special": True} for index, text in named.items()}
+    config = {"added_tokens_decoder": listed, "bos_token": "[BOS]", "eos_token": "[EOS]", "chat_template": "x"}
+    classes = {"AutoTokenizer": [f"tokenization_{cls}.TikTokenTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    return folder
+
+
+def byte_ranks(text: str, size: int) -> list[bytes]:
+    """A vocabulary learned from the text: the most frequent neighbors become tokens, one by one."""
+    words = [[bytes([byte]) for byte in word.encode()] for word in text.split(" ")]
+    tokens = [bytes([byte]) for byte in range(256)]
+    while len(tokens) < size:
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        (left, right), _ = max(pairs.items(), key=lambda item: (item[1], item[0]))
+        tokens.append(left + right)
+        words = [joined_once(word, left + right, every=True) for word in words]
+    return tokens
+
+
+def joined_once(parts: list[bytes], token: bytes, every: bool = False) -> list[bytes]:
+    """The parts with the first (or every) pair of neighbors that make the token joined."""
+    for at, (left, right) in enumerate(pairwise(parts)):
+        if left + right == token:
+            rest = parts[at + 2 :]
+            return [*parts[:at], token, *(joined_once(rest, token, every) if every else rest)]
+    return parts
+
+
+def tiktoken_ids(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """As tiktoken: a piece that is a token is one; else the pair of the lowest rank is joined, leftmost first."""
+    parts = [piece] if piece in ranks else [bytes([byte]) for byte in piece]
+    while found := [ranks[pair] for left, right in pairwise(parts) if (pair := left + right) in ranks]:
+        lowest = min(found)
+        parts = joined_once(parts, next(token for token, rank in ranks.items() if rank == lowest))
+    return [ranks[part] for part in parts]
+
+
+def test_moonshots_vocabulary_gives_the_ids_of_tiktoken(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()[:4000] + "日本語の日本 Grüße größer Straße aaaa aaaaa"
+    tokens = [*byte_ranks(text, 420), b" whole", "本日".encode()]  # the last two are no merges of others
+    named = {len(tokens): "[BOS]", len(tokens) + 1: "[EOS]", len(tokens) + 2: "<|im_end|>", len(tokens) + 255: "[PAD]"}
+    tokenizer = from_folder(tiktoken_folder(tmp_path, tokens, named))
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    for part in (text, SAMPLE, " whole wholes 本日 aaaaaaa\n\n  x1234 DON'T", "🙂\x00\x7f\xad é"):
+        cut = tokenizer._backend.pre_tokenizer.pre_tokenize_str(part)
+        wanted = [index for _, (begin, end) in cut for index in tiktoken_ids(part[begin:end].encode(), ranks)]
+        assert tokenizer.encode(part) == wanted and tokenizer.decode(wanted) == part
+    assert tokenizer.vocab_size == len(tokens) + 256
+    assert tokenizer.encode("a<|im_end|>", special=True) == [ord("a"), len(tokens) + 2]
+    assert tokenizer.encode("<|im_end|>") != [len(tokens) + 2]
+    assert tokenizer.decode([len(tokens) + 7], skip_special=False) == f"<|reserved_token_{len(tokens) + 7}|>"
+    assert {len(tokens) + 1, len(tokens) + 2} <= tokenizer.eos_token_ids and not tokenizer.add_bos
+    assert from_folder(tmp_path).encode(text) == tokenizer.encode(text)  # with merges from the cache
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has 0 words"),
+        ("YQ== 0\nYg==", "has 3 words"),
+        ("YQ== 0\n!!!! 1", "not a token in base64"),
+        ("YQ== 0\nYg== x", "not a token in base64"),
+        ("YQ== 0\nYg== 2", "ranks from 0 to 1"),
+        ("YQ== 0\nYQ== 1", "2 different tokens"),
+        ("PHxpbV9lbmR8Pg== 0\nYQ== 1", "two tokens have the same text"),
+    ],
+)
+def test_damaged_vocabularies_of_moonshot(content: str, said: str, tmp_path: Path) -> None:
+    tiktoken_folder(tmp_path, [b"a"], {2: "<|im_end|>"})
+    (tmp_path / "tiktoken.model").write_text(content)
+    with pytest.raises(BadModelFile) as caught:
+        from_folder(tmp_path)
+    assert said in caught.value.message and "tiktoken.model" in str(caught.value)
+
+
+def test_other_tiktoken_vocabularies_are_refused(tmp_path: Path) -> None:
+    """The regex is not in the file."""
+    with pytest.raises(UnsupportedFormat, match=r"class 'tokenization_xy\.TikTokenTokenizer'") as caught:
+        from_folder(tiktoken_folder(tmp_path, [b"a"], {}, "xy"))
+    assert "GGUF" in caught.value.hint
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UnsupportedFormat, match="without a class"):
+        from_folder(tmp_path)
 
 
 # --- odds and ends ---------------------------------------------------------------------------------------------------
