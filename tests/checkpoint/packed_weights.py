@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32
+MODULES = tuple(f"{name}.weight" for name in ("_proj", ".w1", ".w2", ".w3", ".dense"))
 Packed = dict[str, Tensor]
 
 
@@ -74,7 +75,7 @@ def packed_model(model: Any, name: str) -> tuple[dict[str, Tensor | None], dict[
     pack, config = FORMATS[name]
     tensors: dict[str, Tensor | None] = {}
     for key, weight in model.tensors.items():
-        if key.endswith("_proj.weight"):
+        if key.endswith(MODULES) and not weight.shape[0] % 8 and not weight.shape[1] % GROUP:
             tensors[key] = None
             module = key.removesuffix(".weight")
             tensors |= {f"{module}.{suffix}": part for suffix, part in pack(*weight.shape).items()}

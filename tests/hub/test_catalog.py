@@ -28,6 +28,7 @@ def pick(alias: str, memory: catalog.Memory, **options: object) -> catalog.Choic
 @pytest.mark.parametrize("candidate", catalog.candidates(), ids=lambda c: f"{c.name}-{c.format}")
 def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     check_repo_id(candidate.repo)
+    assert candidate.format
     bits = candidate.download_bytes * 8 / candidate.params
     assert 3 < bits < 21, f"{bits:.1f} bits per weight"
     assert ("GGUF" in candidate.repo) == bool(candidate.quant)

@@ -484,6 +484,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "kimi-linear-packable": (
+        "kimi_linear",
+        {"hidden_size": 64, "intermediate_size": 64, "heads": (2, 2, 8), "num_hidden_layers": 3, "v_head_dim": 64}
+        | {"kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 8}
+        | {"linear_head_dim": 32, "linear_num_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "ling3-packable": (
+        "bailing_hybrid",
+        {"hidden_size": 64, "intermediate_size": 64, "heads": (2, 2, 32), "num_hidden_layers": 3, "v_head_dim": 64}
+        | {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 8, "layer_group_size": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "granite-hybrid": (
         "granitemoehybrid",
         {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 8), "num_local_experts": 5}
