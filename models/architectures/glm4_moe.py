@@ -60,7 +60,7 @@ class Glm4Moe(Architecture):
         )  # fmt: skip
         shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        layers, predictor = _layers(config, attention, _with_router(experts, shared), dense, act)
+        layers, predictor = dense_first(config, attention, _with_router(experts, shared), dense, act)
         return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -69,7 +69,7 @@ class Glm4Moe(Architecture):
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
-        layers, predictor = _layers(config, attention, _with_router(config.mixture(), shared), dense, "silu")
+        layers, predictor = dense_first(config, attention, _with_router(config.mixture(), shared), dense, "silu")
         return config.facts(layers, context, predictor=predictor)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -86,10 +86,10 @@ def _with_router(experts: Experts, shared: int) -> Experts:
     return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
-def _layers(
+def dense_first(
     config: Config, attention: Attention, experts: Experts, dense: int, act: str
 ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
-    """The layers, and that of the MTP head."""
+    """The layers, of which the first `dense` have no experts, and that of the MTP head."""
     sparse, first = LayerFacts(attention, experts), min(dense, config.num_layers)
     plain = (LayerFacts(attention, config.dense(act)),) * first if first else ()
     return plain + (sparse,) * (config.num_layers - first), replace(sparse, fusion=Fusion())

@@ -36,6 +36,7 @@ from .kimi_linear import KimiLinear, Ling3
 from .laguna import Laguna
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
+from .ling2 import Ling2
 from .llama import Llama
 from .llama4 import Llama4
 from .mellum import Mellum
@@ -79,6 +80,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Glm4MoeLite(),
     Youtu(),
     KimiLinear(),
+    Ling2(),
     Ling3(),
     Lfm2(),
     Lfm2Moe(),

@@ -21,6 +21,8 @@ from localllm.models.inputs import AttentionInputs, ForwardBatch
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 
+from .ling2 import as_ling2
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -228,6 +230,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "attention_bias": True, "use_qk_norm": True}
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "n_shared_experts": 2}
         | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "ling2": (  # what it has in transformers' words; `ling2_of` turns them into its own
+        "glm4_moe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "use_qk_norm": True, "n_group": 4}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "topk_group": 2}
+        | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
         | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
     ),
     "exaone4": (
@@ -614,6 +623,14 @@ def tiny_of() -> Callable[..., Tiny]:
     return make
 
 
+def ling2_of(made: Tiny) -> Tiny:
+    """GLM-4.5 as Ling 2.0 stores it, which transformers does not have: the same layers under other names."""
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    config = {names.get(key, key): value for key, value in made.config.items()}
+    config |= {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "score_function": "sigmoid"}
+    return Tiny(made.reference, config, as_ling2(made.tensors))
+
+
 @pytest.fixture(scope="session")
 def tiny(tiny_of: Callable[..., Tiny]) -> Callable[[str], Tiny]:
     """name of TINY -> `Tiny`, made once."""
@@ -628,7 +645,8 @@ def tiny(tiny_of: Callable[..., Tiny]) -> Callable[[str], Tiny]:
             if "vision_config" in settings:
                 vision = settings.pop("vision_config")
                 settings = {"text_config": settings, "vision_config": vision}
-            made[name] = tiny_of(model_type, settings, sum(map(ord, name)))
+            found = tiny_of(model_type, settings, sum(map(ord, name)))
+            made[name] = ling2_of(found) if name == "ling2" else found
         return made[name]
 
     return make

@@ -36,7 +36,7 @@ ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama"}
-ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
+ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -55,6 +55,12 @@ KIMI = {  # in order
     "gate.expert_bias": "gate.e_score_correction_bias", "shared_experts": "shared_expert",
     "final_layernorm": "shared_head.norm",
     ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.",
+}  # fmt: skip
+LING2 = {
+    "word_embeddings": "embed_tokens", "attention.query_key_value": "self_attn.qkv_proj",
+    "attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm",
+    "attention.dense": "self_attn.o_proj", "gate.expert_bias": "gate.e_score_correction_bias",
+    "final_layernorm": "shared_head.norm",
 }  # fmt: skip
 AFMOE = {
     "router.gate": "gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
@@ -146,6 +152,17 @@ def write_gguf(
         writer.add_expert_shared_count(config["num_shared_experts"])
         writer.add_expert_weights_scale(config["route_scale"])
         for theirs, ours in AFMOE.items():
+            tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    if arch == "bailingmoe2":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+        for theirs, ours in LING2.items():
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
     if arch == "laguna":
         heads = config["num_attention_heads_per_layer"]
@@ -630,7 +647,7 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
+NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu", "ling2"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]

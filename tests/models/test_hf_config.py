@@ -30,6 +30,7 @@ STATED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
 }
+OTHERS = ("dflash", "bailing_moe", "bailing_moe_v2")  # which transformers does not have
 RENAMED = {"exaone4_5_text": "exaone4"}  # as first published -> what transformers calls it today
 IDS = list(range(3, 60))
 
@@ -38,7 +39,7 @@ def facts_of(config: dict[str, Any]) -> ModelFacts:
     return understand(Checkpoint(Path("model"), "safetensors", {}, {}, config=config))[0]
 
 
-@pytest.mark.parametrize("model_type", [one for one in TYPES if one != "dflash"])  # not a type of transformers
+@pytest.mark.parametrize("model_type", [one for one in TYPES if one not in OTHERS])
 def test_what_is_left_out_is_what_transformers_takes(model_type: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -228,3 +229,15 @@ def test_rope_stated_in_the_old_layout_takes_precedence_over_defaults_of_the_typ
 def test_values_that_cannot_be_computed_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises((BadModelFile, UnsupportedModel), match=words):
         facts_of(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["BailingMoeForCausalLM"]}, "Ling 1.5 and older"),
+        ({"architectures": ["BailingMoeV2ForCausalLM"], "score_function": "softmax"}, "score_function softmax"),
+    ],
+)
+def test_other_ling_models_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        facts_of({"model_type": "bailing_moe"} | config)

@@ -33,6 +33,7 @@ from localllm.quality.quantize import quantize
 from localllm.quant.encode import Target
 from localllm.request import Request, SamplingParams
 
+from .ling2 import as_ling2
 from .test_decode_graphs import answers, engine_of, requests, rerun
 from .test_gguf_models import write_gguf
 
@@ -40,7 +41,7 @@ OURS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm
 LING = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "shared_head.norm": "final_layernorm"}
 LING |= {"e_score_correction_bias": "expert_bias"}
 slow = pytest.mark.slow
-OTHERS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "ling3", "deepseek-v3")
+OTHERS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "ling2", "ling3", "deepseek-v3")
 NAMES = ["qwen3.5", *(pytest.param(name, marks=slow) for name in OTHERS)]
 
 
@@ -75,6 +76,7 @@ def with_head(one: Any, name: str) -> tuple[Any, Any]:
             for ours, theirs in LING.items():
                 stored = stored.replace(ours, theirs)
         tensors[stored] = tensor.detach().clone()
+    tensors = as_ling2(tensors) if name == "ling2" else tensors
     stated = {"mtp_num_hidden_layers": 1} if name.startswith("qwen3.5") else {"num_nextn_predict_layers": 1}
     return replace(one, config=one.config | stated, tensors=one.tensors | tensors), head
 
