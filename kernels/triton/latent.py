@@ -28,6 +28,7 @@ from .heads import TILE, _partner, _store_vectors, _turned
 from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, expert_product
 from .product_tiles import SMALL_TOKENS
+from .recurrent import _sigmoid
 from .segments import FUSED, of_normed, onto
 from .sequences import query_of
 
@@ -382,7 +383,7 @@ def _gate_heads(
     gate = tl.load(gates + token * gate_stride + head).to(tl.float32)
     at = (token * HEADS + head) * DIM + d
     wide = tl.load(values + at, mask=d < DIM, other=0.0).to(tl.float32)
-    wide *= 1.0 / (1.0 + tl.exp(tl.minimum(-gate, 88.0)))
+    wide *= _sigmoid(gate)
     tl.store(out + at, wide.to(out.dtype.element_ty), mask=d < DIM)
 
 
