@@ -241,7 +241,7 @@ def latent_attention(
 
 
 def _is_for_steps(x: Tensor, weights: LatentWeights, pages: KVPages) -> bool:
-    """Whether `_step` supports all features of this layer."""
+    """Whether `latent_step` supports all features of this layer."""
     if weights.stacked is None or any(part.impl.name not in FUSED for part in weights.stacked):
         return False  # another implementation, for example because the kernel of `triton` failed its self-test
     whole = pages.k.is_contiguous() and pages.v.is_contiguous() and x.is_contiguous()
