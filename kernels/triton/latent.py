@@ -28,7 +28,8 @@ from .heads import TILE, _partner, _store_vectors, _turned
 from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, expert_product
 from .product_tiles import SMALL_TOKENS
-from .segments import of_normed, onto
+from .recurrent import _sigmoid
+from .segments import FUSED, of_normed, onto
 from .sequences import query_of
 
 ROTATING = 6  # extra float32 latents of memory per query head that the Hadamard rotation for int8 needs
@@ -240,9 +241,11 @@ def latent_attention(
 
 
 def _is_for_steps(x: Tensor, weights: LatentWeights, pages: KVPages) -> bool:
-    """Whether `_step` supports all features of this layer."""
+    """Whether `latent_step` supports all features of this layer."""
+    if weights.stacked is None or any(part.impl.name not in FUSED for part in weights.stacked):
+        return False  # another implementation, for example because the kernel of `triton` failed its self-test
     whole = pages.k.is_contiguous() and pages.v.is_contiguous() and x.is_contiguous()
-    plain = weights.stacked is not None and all(one.additions is None for one in (*weights.k_up, *weights.v_up))
+    plain = all(one.additions is None for one in (*weights.k_up, *weights.v_up))
     return whole and plain and has_only(weights, _STEP_FIELDS)
 
 
@@ -380,7 +383,7 @@ def _gate_heads(
     gate = tl.load(gates + token * gate_stride + head).to(tl.float32)
     at = (token * HEADS + head) * DIM + d
     wide = tl.load(values + at, mask=d < DIM, other=0.0).to(tl.float32)
-    wide *= 1.0 / (1.0 + tl.exp(tl.minimum(-gate, 88.0)))
+    wide *= _sigmoid(gate)
     tl.store(out + at, wide.to(out.dtype.element_ty), mask=d < DIM)
 
 

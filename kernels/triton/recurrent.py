@@ -35,7 +35,8 @@ WIDE_CHUNK, WIDE_ROWS = 16, 64  # with a decay per key channel: more rows share 
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.0)))
+    """NaN propagates; on a GPU the minimum of NaN and a number is the number."""
+    return 1.0 / (1.0 + tl.exp(tl.where(x < -88.0, 88.0, -x)))
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -133,10 +134,10 @@ def _softplus(x):
 
 @triton.jit
 def _step(x, bias, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Mamba-2's time step; MOST 0: no limits."""
+    """Mamba-2's time step; MOST 0: no limits. NaN propagates."""
     found = _softplus(x + bias)
     if MOST > 0.0:
-        found = tl.minimum(tl.maximum(found, LEAST), MOST)
+        found = tl.where(found < LEAST, LEAST, tl.where(found > MOST, MOST, found))
     return found
 
 

@@ -41,6 +41,13 @@ for spec in aot_cases.all_specs(90):
         made = re.search(rf"^{layout} = (.*)$", text["ttgir"], re.MULTILINE)[1]
         print("sizePerThread = [1, 8], threadsPerWarp = [1, 32]" in made and "order = [1, 0]" in made)
 """
+SHUFFLES = """
+from localllm.kernels.triton import aot, aot_cases
+
+for spec in aot_cases.all_specs(90):
+    if spec.label.endswith("spread_kernel") and "int8" in spec.label or "int8 d256 gated" in spec.label:
+        print(aot.build(spec, 90).asm["ptx"].count("shfl.sync"))
+"""
 
 
 def checked(**more: Any) -> list[KernelRow]:
@@ -81,6 +88,16 @@ def test_slabs_are_written_in_whole_sectors() -> None:
     done = subprocess.run(command, env=env | {"TRITON_CACHE_DIR": str(CACHE)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["v4", "True"] * 2
+
+
+@pytest.mark.slow
+def test_long_vectors_are_rotated_with_few_shuffles() -> None:
+    """Each warp exchanged all elements of a latent with all others: 2,300 shuffles, one after the other."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-c", SHUFFLES]
+    done = subprocess.run(command, env=env | {"TRITON_CACHE_DIR": str(CACHE)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2 and all(0 < int(count) < 300 for count in done.stdout.split())
 
 
 def test_all_specs_are_described() -> None:

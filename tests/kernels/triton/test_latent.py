@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -161,6 +163,28 @@ def test_the_segment_of_few_rows(
         off = (ours.float() - theirs.float()).abs()
         assert float(off.max()) <= (1 if name == "int8" else 0.01 if name == "fp16" else 64)
         assert float((off > 0).float().mean()) < 0.02
+
+
+def test_products_of_another_implementation_are_composed(device: torch.device) -> None:
+    """Such as the one that replaced `triton` when it failed its self-test: its kernel must not run for the heads."""
+    weights, pages, (table, *bounds) = (
+        layer(3, 24, 8, device, 0, False),
+        pages_of("fp16", 24, 8, device, False),
+        step([(1, 20)], device),
+    )
+    assert weights.stacked is not None
+    first, second = weights.stacked
+    other = next(impl for impl in implementations("linear") if impl.name == "triton_invariant")
+    view = *(torch.ones(1, 4, device=device) for _ in range(2)), table, torch.tensor([3], device=device)
+    x = torch.ones(1, 40, device=device).half()
+    for stacked in ((replace(first, impl=other), second), (first, replace(second, impl=other)), None):
+        changed = replace(weights, stacked=stacked)
+        assert latent.latent_attention(lambda *_, **__: "composed", x, changed, pages, view, *bounds) == "composed"
+
+
+def test_a_gate_of_a_head_that_is_no_number_shows(device: torch.device) -> None:
+    values, gates = torch.ones(1, 40, device=device).half(), torch.tensor([[1.0, float("nan")]], device=device).half()
+    assert latent._gated(values, gates).isnan().nonzero()[:, 1].tolist() == [*range(20, 40)]
 
 
 def test_a_padding_row_of_a_captured_step_stores_nothing(device: torch.device) -> None:

@@ -156,6 +156,8 @@ FORMATS = ["bf16", "int8", "fp8", pytest.param("f32", marks=SLOW), pytest.param(
         (2, 64, 64),
         (5, 96, 32),
         pytest.param(1, 256, 16, marks=SLOW),
+        pytest.param(1, 384, 16, marks=SLOW),
+        pytest.param(2, 512, 16, marks=SLOW),
         pytest.param(3, 80, 16, marks=SLOW),
     ],
 )

@@ -16,6 +16,7 @@ from localllm.kernels.segments import REFERENCES
 from localllm.kernels.state_slots import StateSlots
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import segments
+from localllm.kernels.triton.recurrent import gated_norm
 
 HIDDEN, SLOTS = 48, 5
 SLOW = pytest.mark.slow
@@ -137,6 +138,34 @@ def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: t
 def vars_of(kept: StateSlots) -> tuple[Tensor, Tensor]:
     assert kept.state is not None
     return kept.conv, kept.state
+
+
+@pytest.mark.parametrize("lengths", [[1], [2]])
+@pytest.mark.parametrize("kind", ["beta", "decay", "step"])
+def test_a_rate_that_is_no_number_shows(kind: str, lengths: list[int], device: torch.device) -> None:
+    """Some products overflow before others, and a fused gate must not turn NaN into a closed one."""
+    weights = mamba(3, device, (0.3, 0.9)) if kind == "step" else KINDS["ling"](device)
+    broken = replace(weights, dt_bias=weights.dt_bias * float("nan"))
+    if kind == "beta":  # its rows come first
+        part = weights.ba.parts[0]
+        bias = torch.full((part.shape[0],), float("nan"), device=device)
+        broken = replace(weights, ba=Linear((replace(part, bias=bias), *weights.ba.parts[1:])))
+    slots = torch.tensor([3], device=device)
+    starts = torch.tensor([0, *lengths], device=device).int()
+    x = normal(lengths[0], HIDDEN, seed=3, scale=1.0).half().to(device)
+    name = "mamba" if kind == "step" else "gated_delta"
+    for by_token in (True, False):
+        kept = slots_of(weights, device)
+        y = getattr(segments, name)(None, x.clone(), broken, kept, slots, starts, by_token=by_token)
+        assert y.isnan().all(), by_token
+
+
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_a_gate_that_is_no_number_shows(is_sigmoid: bool, device: torch.device) -> None:
+    y, z = torch.ones(1, 2, 8, device=device), torch.ones(1, 16, device=device).half()
+    z[0, 3] = float("nan")
+    found = gated_norm(y, z, Norm(torch.ones(8, device=device), 1e-6), is_sigmoid)
+    assert found.isnan().nonzero().tolist() == [[0, 3]]
 
 
 def test_what_they_do_not_know_is_composed(device: torch.device) -> None:
