@@ -45,7 +45,7 @@ def read_vocabulary(path: Path, data: bytes, named: Mapping[int, str]) -> Vocabu
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    lines = data.split()
+    lines = data.split(None, 2 * MAX_TOKENS)  # what exceeds the limit stays one piece
     if not lines or len(lines) % 2 or len(lines) > 2 * MAX_TOKENS:
         raise bad(
             path, f"has {len(lines):,} words; expected a token and its rank per line, at most {MAX_TOKENS:,} of them"

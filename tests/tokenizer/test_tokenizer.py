@@ -22,6 +22,7 @@ from localllm.checkpoint.opening import open_checkpoint
 from localllm.errors import BadModelFile, LocalLLMError, UnsupportedFormat
 from localllm.paths import cache_dir, models_dir
 from localllm.tokenizer import gguf_vocabulary as tokenizer_gguf
+from localllm.tokenizer import tiktoken_model
 from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.gguf_vocabulary import derive_merges, pre_tokenizer
 from localllm.tokenizer.regex import PRE_TOKENIZERS
@@ -713,6 +714,15 @@ def test_damaged_vocabularies_of_moonshot(content: str, said: str, tmp_path: Pat
     with pytest.raises(BadModelFile) as caught:
         from_folder(tmp_path)
     assert said in caught.value.message and "tiktoken.model" in str(caught.value)
+
+
+def test_a_vocabulary_of_moonshot_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiktoken_model, "MAX_TOKENS", 300)
+    tiktoken_folder(tmp_path, [bytes([byte]) for byte in range(256)], {})
+    assert from_folder(tmp_path).encode("ab") == [97, 98]
+    monkeypatch.setattr(tiktoken_model, "MAX_TOKENS", 255)
+    with pytest.raises(BadModelFile, match="at most 255"):
+        from_folder(tmp_path)
 
 
 def test_other_tiktoken_vocabularies_are_refused(tmp_path: Path) -> None:
