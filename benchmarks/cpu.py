@@ -56,7 +56,8 @@ SIZES = (("qwen3-1.7b", "Q4_K_M"), ("qwen3-4b", "Q4_K_M"), ("qwen3-1.7b", "Q4_0"
 SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
 LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
-SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY), (*SIZES[:2], *TODAY)
+DELTA = (("ling3-tiny", "Q4_K_M"), ("kimi-linear-48b-a3b", "Q4_K_M"))
+SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY, *DELTA), (*SIZES[:2], *TODAY)
 SIZE_CTX, DEPTH = 2048, 4096
 FAR = ((DEPTH, "int8"), (8192, "auto"))  # for the first two shapes
 SIZE_TESTS = {
@@ -290,7 +291,9 @@ def alone(bench: Bench) -> None:
     """Measure mixtures with one engine loaded at a time, in alternation; decoding rows include the read bandwidth."""
     repeat, each = bench.turns(9), 3
     turns = -(-repeat // each)
-    shapes = [pair for pair in TODAY[1:] if not bench.options.shapes or "-".join(pair) in bench.options.shapes]
+    shapes = [
+        pair for pair in (*TODAY[1:], *DELTA) if not bench.options.shapes or "-".join(pair) in bench.options.shapes
+    ]
     for shape, form in shapes:
         name, path = f"{shape}-{form} alone", file_of(bench, shape, form)
         prompts: list[list[int]] = []
@@ -344,7 +347,7 @@ def sizes(bench: Bench) -> None:
             bench.row(f"{name} pp256 int8", runs, repeat)
             runs = [(n, partial(decode, e, streams=8, depth=8, tokens=32, llm=llm)) for n, e in named[:2]]
             bench.row(f"{name} tg32 x8 int8", runs, repeat)
-        if (shape, form) in TODAY:
+        if (shape, form) in (*TODAY, *DELTA):
             continue
         for depth, kv in ((DEPTH, "auto"), *(FAR if (shape, form) in SIZES[:2] else ())):
             with engines(bench, str(path), 1, depth + 64, kv=kv) as (llm, named):

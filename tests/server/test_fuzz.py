@@ -157,6 +157,9 @@ def test_schemathesis(pool):
                 if isinstance(case.body, dict):  # none of them may generate for minutes
                     case.body = {**case.body, "max_tokens": 4} if "max_tokens" in str(case.body) else case.body
                 response = case.call(timeout=30)
+                if response.status_code == 503:  # the request may leave no time for an answer
+                    assert response.json()["error"]["code"] == "deadline_exceeded"
+                    return
                 case.validate_response(response, checks=wanted)
 
             check()
