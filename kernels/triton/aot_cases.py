@@ -168,14 +168,14 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     }
     calls = *_row_calls(dtype), *_page_calls(dtype), *_gate_calls(dtype), *_attention_calls(dtype, card)
     for op, label, call in (*calls, *_state_calls(dtype, card), *_latent_calls(dtype, card)):
-        step = label.endswith("step")
         for number, launch in enumerate(_recorded(card, call), 1):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
                 continue
             name = f"{op}_{labels[kernel]}" if kernel in labels else op
             shape_class = label or f"{kernel.strip('_')} {launch.constexprs.get('PASS', '')}".rstrip()
-            shape_class += f" {number}, {kernel.strip('_')}" if step else ""
+            if label.endswith("step"):
+                shape_class += f" {number}, {kernel.strip('_')}"
             mma = "mma" if "d512" in label and kernel == "prefill" else expected.get(kernel, "")
             yield KernelSpec(name, "triton", shape_class, launch, kernel not in prompts, mma)
 

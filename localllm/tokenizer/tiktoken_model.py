@@ -1,8 +1,8 @@
 """Reads `tiktoken.model`, the vocabulary in Moonshot's repositories: byte-level BPE, one `base64 rank` per line.
 
 The regex that splits text is missing there; it is in Python code next to the file, which is never run. The name of its
-class identifies it. Control tokens are in tokenizer_config.json. transformers has a converter too, but is not needed
-to run a model, and takes a second for every start; here the merges are cached.
+class identifies it. Control tokens are in tokenizer_config.json. The converter of transformers is not used: it needs
+the `tiktoken` package, and neither is needed to run a model.
 """
 
 from __future__ import annotations
