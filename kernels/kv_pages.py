@@ -32,12 +32,16 @@ class KVPages(NamedTuple):
     k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above; v may be narrower
     k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] if the checkpoint has one scale per layer
                         (fp8 only); None for formats without scales
+    index_keys          float32 or bfloat16 [num_pages, page_size, dim]: index keys of the tokens, if there is an index
+    block_keys          the same type [num_pages, page_size / ratio, dim]: those of whole blocks of `ratio` tokens
     """
 
     k: Tensor
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    index_keys: Tensor | None = None
+    block_keys: Tensor | None = None
 
     @classmethod
     def empty(

@@ -137,6 +137,8 @@ class AttentionWeights:
     parallel: bool = False  # the feed-forward layer reads the residual stream before attention's output is added
     join: Join | None = None  # for `out`, with tensor parallelism
     streams: StreamWeights | None = None  # if a token has several residual streams
+    hyper: HyperWeights | None = None  # see `HyperWeights`
+    index: IndexWeights | None = None  # sparse attention, see `token_index`
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -159,6 +161,51 @@ class StreamWeights:
     laurel_norm: Norm
     widen: Linear | None = None  # first layer only: all streams but the first, concatenated
     narrow: tuple[Linear, ...] = ()  # last layer only: one per stream but the first
+
+
+@dataclass(frozen=True, slots=True)
+class HyperWeights:
+    """Hyper-connections around a block: see `hyper`. Such a block has no input norm, and its segments return its output
+    alone instead of adding it to x.
+    """
+
+    count: int  # residual streams
+    norm: Norm  # over each stream, with one weight for all: [count * hidden]
+    down: Linear  # rows: the values between both matrices, then one per stream, the gain of the block's output
+    up: Linear
+    rank: int  # values between both matrices
+    final: HyperWeights | None = None  # after the last block: reduces the streams to one vector
+
+
+@dataclass(frozen=True, slots=True)
+class NGramWeights:
+    """Weights that add n-gram embeddings to the residual streams of a layer: see `hyper.ngrams`."""
+
+    key: Linear  # one row per channel of all streams
+    value: Linear  # one row per channel of a stream
+    key_norm: Norm  # over each stream, [channels]
+    query_norm: Norm
+    conv_norm: Norm
+    conv: Tensor  # float32 [channels, width], with zeros between the taps of a dilated convolution
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """Weights of the index of one sparse attention layer: see `token_index`."""
+
+    linear: Linear  # rows: all query heads, then one key
+    q_norm: Norm
+    k_norm: Norm
+    num_heads: int
+    dim: int
+    ratio: int  # tokens of a block
+    top: int  # blocks that a query sees
+    back: Tensor  # float32 [2, rotated / 2]: cosines and sines by which a rotation goes back ratio - 1 positions
+
+    @property
+    def reach(self) -> int:
+        """The longest sequence in which every query sees all tokens before it."""
+        return (self.top + 1) * self.ratio - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +258,8 @@ class DeltaWeights:
     a_up: Linear | None = None  # the last rows of `ba` -> a
     z_up: Linear | None = None  # the last rows of `qkvz` -> z
     join: Join | None = None  # for `out`, with tensor parallelism
+    hyper: HyperWeights | None = None  # see `HyperWeights`
+    ngrams: NGramWeights | None = None  # applied before this layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +367,7 @@ class ExpertsWeights:
     # `gate_up` and `down` of all experts as one part each, if their weights are contiguous
     stacked: tuple[LinearPart, LinearPart] | None = None
     share_inputs: bool = False  # expert weights multiply the inputs instead of the outputs
+    hyper: HyperWeights | None = None  # see `HyperWeights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +416,8 @@ FUSED_EXPERTS = frozenset(
     )
 )
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
+# fields of blocks with hyper-connections, which the C segments also support
+FUSED_HYPER = frozenset(("hyper", "ngrams", "index"))
 
 
 def has_only(weights: Any, known: frozenset[str]) -> bool:
@@ -386,7 +438,7 @@ def linears_of(weights: Any) -> Iterator[Linear]:
     """Yield the linear layers of a mixer or feed-forward layer in field order; nothing for None."""
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, InputWeights | StreamWeights):
+        if isinstance(value, PARTS):
             yield from linears_of(value)
         yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Linear))
 
@@ -396,7 +448,7 @@ def nbytes_of(weights: Any) -> int:
     total = 0
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, (InputWeights, StreamWeights, ApartNorms)):
+        if isinstance(value, (*PARTS, ApartNorms)):
             total += nbytes_of(value)
         for one in value if isinstance(value, tuple) else (value,):
             total += one.nbytes if isinstance(one, (Linear, Tensor)) else 0
@@ -404,6 +456,8 @@ def nbytes_of(weights: Any) -> int:
     return total
 
 
+# weights within those of a block that have linear layers of their own
+PARTS = (InputWeights, StreamWeights, HyperWeights, NGramWeights, IndexWeights)
 MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights | MambaWeights
 FeedForwardWeights = MlpWeights | ExpertsWeights
 LayerCache = KVPages | StateSlots | None  # None: layer without a mixer

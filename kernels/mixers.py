@@ -143,8 +143,10 @@ def attention(
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
-    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place."""
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place; attended Wᵀ with hyper-connections."""
     output = product(weights.out, attended, weights.join)
+    if weights.hyper is not None:
+        return output
     return norm_rows(rms_norm, add_output(rms_norm, x, output, weights.post_norm), weights.sum_norm)
 
 
@@ -204,7 +206,7 @@ def gated_delta(
 ) -> Tensor:
     """x + out(norm(y) · act(z)), y = gated delta rule of norm(x): [num_tokens, hidden], in place.
 
-    act is silu, or sigmoid with `sigmoid_gate`.
+    act is silu, or sigmoid with `sigmoid_gate`. With hyper-connections x is not added.
 
     kept    recurrent states, modified
     slots   int64 [num_seqs]: slot of each sequence's state
@@ -222,8 +224,8 @@ def gated_delta(
     y = delta_rule(*qkv, log_decay(a, weights), sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
     gated = y.mul_(sigmoid(z)) if weights.sigmoid_gate else silu_mul(torch.cat([z.float(), y], -1))
-    gated = gated.to(x.dtype)
-    return x.add_(product(weights.out, gated, weights.join))
+    output = product(weights.out, gated.to(x.dtype), weights.join)
+    return output if weights.hyper is not None else x.add_(output)
 
 
 def log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:

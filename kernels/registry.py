@@ -15,7 +15,8 @@ RECURRENT = ("causal_conv", "delta_rule", "state_space")  # carry state between 
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
 # in dependency order: a segment comes after the ones it calls
 MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")
-SEGMENTS = (*MIXERS, "mlp", "experts", "layer_input", "streams_in", "streams_out", "head", "decoder", "step")
+STREAMS = ("streams_in", "streams_out", "hyper_in", "ngrams")  # of several residual streams
+SEGMENTS = (*MIXERS, "token_index", "mlp", "experts", "layer_input", *STREAMS, "head", "decoder", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,9 @@
     layer_input  gate, per-layer input, projection, norm, residual
     streams_in   with several residual streams: predict all, select the first for the layer, LAuReL
     streams_out  correct all streams with the layer's output, per-layer input
+    hyper_in     with hyper-connections: a block's input, and the gains of its output
+    ngrams       add n-gram embeddings to all streams
+    token_index  with sparse attention: store index keys, choose what queries see
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual if the model has one)
 
 Built from these: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always available
@@ -29,6 +32,7 @@ from torch import Tensor
 from . import recurrent, reference
 from .embedding import Embedding
 from .experts import mixture, shared, swiglu_oai
+from .hyper import hyper_in, hyper_out, ngrams, widened
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
@@ -60,6 +64,7 @@ from .mixers import (
 )
 from .registry import OPS, RECURRENT, SEGMENTS
 from .streams import joined, let_in, moments, narrowed, streams_in, streams_out
+from .token_index import Chosen, sparse_attention, token_index
 
 # weights of a recurrent mixer -> its segment
 STATEFUL = {DeltaWeights: "gated_delta", ConvWeights: "short_conv", MambaWeights: "mamba"}
@@ -80,11 +85,14 @@ class KernelTable:
     gated_delta: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
     mamba: Callable[..., Tensor]
+    token_index: Callable[..., Chosen | None]
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     layer_input: Callable[..., Tensor]
     streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]]
     streams_out: Callable[..., Tensor]
+    hyper_in: Callable[..., tuple[Tensor, Tensor]]
+    ngrams: Callable[..., Tensor]
     head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
     step: Callable[..., Stepped]
@@ -130,6 +138,8 @@ def experts(
 ) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place.
 
+    With hyper-connections x is not added.
+
     mix   replacement for `experts.mixture`
     """
     plain: dict[str, Callable[..., Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
@@ -148,6 +158,8 @@ def experts(
         out = norm_rows(rms_norm, out, own.after_experts)
         given = total(shared(norm_rows(rms_norm, x, own.shared), weights, activate)).to(x.dtype)
         out = out + norm_rows(rms_norm, given, own.after_shared)
+    if weights.hyper is not None:
+        return out
     x = add_output(rms_norm, x, out, weights.post_norm)
     return x if weights.layer_scale == 1.0 else x.mul_(weights.layer_scale)
 
@@ -176,11 +188,14 @@ def decoder(
     gated_delta: Callable[..., Tensor],
     short_conv: Callable[..., Tensor],
     mamba: Callable[..., Tensor],
+    token_index: Callable[..., Chosen | None],
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
     layer_input: Callable[..., Tensor],
     streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]],
     streams_out: Callable[..., Tensor],
+    hyper_in: Callable[..., tuple[Tensor, Tensor]],
+    ngrams: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
     caches: Sequence[LayerCache],
@@ -197,7 +212,7 @@ def decoder(
     slots    int64 [num_seqs]: state slots of the sequences; None if no layer is recurrent
     wanted   int64 [num_rows], ascending, last tokens of some sequences: only these rows are returned, and for other
              rows the last layer computes only keys and values
-    inputs   [num_tokens, layers, size]: per-layer inputs, if the model has them
+    inputs   [num_tokens, layers, size]: per-layer inputs, if the model has them; [num_tokens, size]: rows for `ngrams`
     state_starts  int32 [len(slots) + 1], replaces `cu_query_lens` for recurrent layers: sequences may be empty
     """
     starts = cu_query_lens if state_starts is None else state_starts
@@ -209,6 +224,10 @@ def decoder(
     def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
         if ffn is None:
             return x
+        if isinstance(ffn, ExpertsWeights) and ffn.hyper is not None:
+            mixed, gains = hyper_in(x, ffn.hyper)
+            x = hyper_out(x, experts(mixed, ffn), gains)
+            return x if ffn.hyper.final is None else hyper_in(x, ffn.hyper.final)[0]
         x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
         if ffn.input is None:
             return x
@@ -216,22 +235,37 @@ def decoder(
         given = inputs[slice(None) if rows is None else rows, number]
         return layer_input(x, ffn.input, given) if own is None else streams_out(streams, x, own, ffn.input, given)
 
+    of_layer: Any
     for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
+        hyper = getattr(weights, "hyper", None)
+        if hyper is not None:
+            wide = widened(x, hyper)
+            if isinstance(weights, DeltaWeights) and weights.ngrams is not None:
+                wide = ngrams(wide, inputs, weights.ngrams, of_layer.ngrams, slots, starts)
+            x, gains = hyper_in(wide, hyper)
         if isinstance(weights, AttentionWeights):
             cos, sin, block_table, slot_mapping = views[view]
             own = weights.streams
             if own is not None:
                 streams, x, added = streams_in(x, weights)
+            where = block_table, cu_query_lens, seq_lens
+            chosen = None
+            if weights.index is not None:
+                chosen = token_index(x, weights.index, of_layer, views[view], cu_query_lens, seq_lens)
             q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
             if rows is not None and rows.shape[0] == 0:
                 return x[:0]
-            attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
+            attended = sparse_attention(attention, q, weights, of_layer, *where, chosen)
             if rows is not None:
                 attended, x = attended[rows], x[rows]
                 if streams is not None:
                     streams, added = streams[rows], added[rows]
+                if hyper is not None:
+                    wide, gains = wide[rows], gains[rows]
             x = attn_out(attended, fed(x, ffn, number, rows) if weights.parallel else x, weights)
+            if hyper is not None:
+                x = hyper_out(wide, x, gains)
             if own is not None:
                 x = joined(x, added)
                 del added
@@ -242,6 +276,8 @@ def decoder(
                 x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
             elif weights is not None:
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
+            if hyper is not None:
+                x = hyper_out(wide, x, gains)
             x = x if rows is None else x[rows]
         x = fed(x, ffn, number, rows) if x.shape[0] else x
         streams = None  # free the predictions; the memory plan counts on it
@@ -319,17 +355,20 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mamba": (mamba, ("rms_norm", "causal_conv", "state_space", "silu_mul")),
+    "token_index": (token_index, ("rms_norm", "rope")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "layer_input": (layer_input, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "streams_in": (streams_in, ("rms_norm",)),
     "streams_out": (streams_out, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
+    "hyper_in": (hyper_in, ("rms_norm",)),
+    "ngrams": (ngrams, ("rms_norm", "causal_conv")),
     "decoder": (
         decoder,
         (
             *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba"),
-            *("mlp", "experts", "layer_input", "streams_in", "streams_out"),
+            *("token_index", "mlp", "experts", "layer_input", "streams_in", "streams_out", "hyper_in", "ngrams"),
         ),
     ),
     "step": (step, ("decoder", "head")),

@@ -12,7 +12,9 @@ class StateSlots(NamedTuple):
 
     conv   float32 [num_slots, channels, width - 1]   last inputs of the causal convolution, oldest first
     state  float32 [num_slots, ...]                   recurrent state; None if there is only a convolution
+    ngrams  those of n-gram embeddings, if the layer has any: `state` holds the last tokens [num_slots, order - 1]
     """
 
     conv: Tensor
     state: Tensor | None
+    ngrams: StateSlots | None = None

@@ -20,7 +20,8 @@ from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 from localllm.kernels.state_slots import StateSlots
 
 from .architectures.facts import ModelFacts, state_layers
-from .architectures.mixers import Paged, Stateful
+from .architectures.layers import NGrams
+from .architectures.mixers import Paged
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class CacheGroup:
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     # layer without a KV cache of its own -> the one of `layers` whose keys and values it reads
     readers: Mapping[int, int] = field(default_factory=dict, hash=False)
+    index: tuple[int, int] | None = None  # `TokenIndex.kept`, if tokens also have an index key
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -54,7 +56,8 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
             (index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.keeping_layers)
         )
         readers = {index: source for index, source in shared if source in layers}
-        groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers))
+        index = None if mixer.index is None else mixer.index.kept
+        groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers, index))
     return tuple(groups)
 
 
@@ -65,16 +68,15 @@ class StateGroup:
     layers: tuple[int, ...]
     conv_shape: tuple[int, ...]  # channels, width - 1
     state_shape: tuple[int, ...]  # () if there is only a convolution
+    ngrams: bool = False  # whether it is that of n-gram embeddings, beside the mixers' own
 
 
 def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
     """The state groups of a model; () if no layer keeps a state."""
     groups = []
-    for layers in state_layers(facts):
-        mixer = facts.layers[layers[0]].mixer
-        assert isinstance(mixer, Stateful)
-        groups.append(StateGroup(layers, mixer.conv_shape, mixer.state_shape))
-    return tuple(groups)
+    for layers, part in state_layers(facts):
+        groups.append(StateGroup(layers, part.conv_shape, part.state_shape, isinstance(part, NGrams)))
+    return tuple(sorted(groups, key=lambda group: group.ngrams))
 
 
 # The first 2 MiB use small system pages: one huge page each for keys and values of all layers of a 4B model is 150 MB.
@@ -158,7 +160,7 @@ class KVCache:
         for group, pages in zip(self.groups, self.num_pages, strict=True):
             rows = (pages, group.num_kv_heads, page_size)
             shapes = (*rows, group.head_dim), (*rows, group.value_dim)
-            layers |= {layer: self._pages(shapes, group.scales.get(layer)) for layer in group.layers}
+            layers |= {layer: self._pages(shapes, group.scales.get(layer), group.index) for layer in group.layers}
             layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
         self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: one copy moves a slot of all layers
@@ -167,7 +169,8 @@ class KVCache:
             kept = [_zeros((num_slots, len(state.layers), *shape), torch.float32, self.device) for shape in parts]
             for at, layer in enumerate(state.layers):
                 conv, *rest = (part[:, at] for part in kept)
-                layers[layer] = StateSlots(conv, rest[0] if rest else None)
+                own, before = StateSlots(conv, rest[0] if rest else None), layers.get(layer)
+                layers[layer] = before._replace(ngrams=own) if isinstance(before, StateSlots) else own
             self.states += kept
         count = max(num_layers, 1 + max(layers, default=-1))
         self._all = tuple(layers.get(layer) for layer in range(count))
@@ -175,13 +178,21 @@ class KVCache:
         self.predictor = self._all[num_layers or count : count - num_drafting]  # that of the MTP layer, if there is one
         self.drafting = self._all[count - num_drafting :]  # those of a drafter's layers
 
-    def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
+    def _pages(
+        self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None, index: tuple[int, int] | None
+    ) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
-        if self.format not in SCALED_FORMATS:
-            return KVPages(k, v)
+        scales: tuple[Tensor | None, ...] = (None, None)
         if fixed is not None and self.format == "fp8":
-            return KVPages(k, v, *(torch.tensor([scale], device=self.device) for scale in fixed))
-        return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for shape in shapes))
+            scales = tuple(torch.tensor([scale], device=self.device) for scale in fixed)
+        elif self.format in SCALED_FORMATS:
+            scales = tuple(_zeros(shape[:3], torch.float32, self.device) for shape in shapes)
+        if index is None:
+            return KVPages(k, v, *scales)
+        dim, ratio = index
+        dtype = torch.float32 if self.format == "f32" else torch.bfloat16
+        rows = ((len(k), count, dim) for count in (self.page_size, self.page_size // ratio))
+        return KVPages(k, v, *scales, *(_zeros(shape, dtype, self.device) for shape in rows))
 
     @property
     def nbytes(self) -> int:

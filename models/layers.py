@@ -18,6 +18,8 @@ from localllm.kernels.layer_weights import (
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
+    HyperWeights,
+    IndexWeights,
     InputWeights,
     Join,
     LatentWeights,
@@ -25,14 +27,25 @@ from localllm.kernels.layer_weights import (
     MambaWeights,
     MlpWeights,
     Module,
+    NGramWeights,
     Norm,
     StreamWeights,
 )
 from localllm.quant import dequantize
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import APART_NORMS, Dense, Experts, Norms
-from .architectures.mixers import EXPANDED, Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, ShortConv
+from .architectures.layers import APART_NORMS, MIXER, Dense, Experts, Norms
+from .architectures.mixers import (
+    EXPANDED,
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    Mamba2,
+    RopeFacts,
+    ShortConv,
+    TokenIndex,
+)
 from .model import DecoderLayer
 from .placement import expert_of, split
 from .reader import Reader
@@ -104,6 +117,64 @@ class LayerReader:
             laurel_norm=self.norm("laurel.post_laurel_norm"),
             widen=widen,
             narrow=tuple(reader.linear("streams", (name,), [square]) for name in facts.narrow) if last else (),
+        )
+
+    def hyper(self, block: str) -> HyperWeights | None:
+        """Read the hyper-connections around a block ("attn" or "mlp"), if there are any."""
+        facts, last = self.facts.hyper, self.index == self.reader.facts.num_layers - 1
+        if facts is None:
+            return None
+        start, wide = f"{block}_hyper_connection", facts.count * self.hidden
+        final = None
+        if block == "mlp" and last:
+            (down, down_shape), (up, up_shape) = facts.outer(self.hidden).items()
+            final = HyperWeights(
+                count=facts.count,
+                norm=self.reader.norm(f"{MIXER}.hc_norm", wide),
+                down=self.reader.linear("hyper_in", (down,), (down_shape,)),
+                up=self.reader.linear("hyper_up", (up,), (up_shape,)),
+                rank=facts.rank,
+            )
+        return HyperWeights(
+            count=facts.count,
+            norm=self.norm(f"{start}.hc_norm", wide),
+            down=self.linear("hyper_in", f"{start}.input_mix_weight_down", f"{start}.block_inject_weight"),
+            up=self.linear("hyper_up", f"{start}.input_mix_weight_up"),
+            rank=facts.rank,
+            final=final,
+        )
+
+    def ngrams(self) -> NGramWeights | None:
+        """Read the weights that add n-gram embeddings before this layer, if it has any."""
+        facts = self.facts.ngrams
+        if facts is None:
+            return None
+        taps = self.vector("ple.conv1d.weight")
+        conv = taps.new_zeros(facts.channels, (facts.conv_width - 1) * facts.order + 1)
+        conv[:, :: facts.order] = taps
+        return NGramWeights(
+            key=self.linear("ngrams", "ple.key_proj"),
+            value=self.linear("ngrams", "ple.value_proj"),
+            key_norm=self.norm("ple.norm_key", facts.channels),
+            query_norm=self.norm("ple.norm_query", facts.channels),
+            conv_norm=self.norm("ple.norm_conv", facts.channels),
+            conv=conv,
+        )
+
+    def token_index(self, facts: TokenIndex | None, rope: RopeFacts) -> IndexWeights | None:
+        """Read the index of sparse attention; None also where the longest sequence sees everything."""
+        if facts is None:
+            return None
+        angles = self.reader.rope(rope).inv_freq.to(self.reader.device) * (facts.ratio - 1)
+        return IndexWeights(
+            linear=self.linear("index", *facts.inputs),
+            q_norm=self.norm("self_attn.indexer.q_layernorm", facts.dim),
+            k_norm=self.norm("self_attn.indexer.k_layernorm", facts.dim),
+            num_heads=facts.num_heads,
+            dim=facts.dim,
+            ratio=facts.ratio,
+            top=facts.top,
+            back=torch.stack([angles.cos(), angles.sin()]),
         )
 
     def matrix(self, module: str) -> Tensor:
@@ -195,6 +266,8 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         sum_norm=layer.norm_if(layer.norms.over_mixer),
         parallel=layer.facts.parallel,
         streams=layer.streams(),
+        hyper=layer.hyper("attn"),
+        index=layer.token_index(facts.index, facts.rope),
     )
 
 
@@ -306,6 +379,9 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
         k_dim=facts.k_dim,
         v_dim=facts.v_dim,
         tiled=facts.tiled,
+        sigmoid_gate=facts.sigmoid_gate,
+        hyper=layer.hyper("attn"),
+        ngrams=layer.ngrams(),
     )
 
 
@@ -415,6 +491,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         latent_in=layer.linear("latent", "mlp.latent_in") if facts.latent else None,
         latent_out=layer.linear("latent", "mlp.latent_out") if facts.latent else None,
         join=layer.join("mlp.experts.0.down_proj"),
+        hyper=layer.hyper("mlp"),
         stacked=None if all_gate_up is None or all_down is None else (all_gate_up, all_down),
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
-from localllm.kernels import OpFacts, Weight, reference, rope
+from localllm.kernels import OpFacts, Weight, reference
 from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, rows_within, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear
 from localllm.kernels.rope import RopeTable
@@ -28,7 +28,7 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
-from .architectures import OpenModel, RopeFacts
+from .architectures import OpenModel
 from .architectures.facts import layer_views, without_predictor
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
@@ -39,6 +39,7 @@ from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import DecoderLayer, Model
+from .ngram_table import open_ngrams
 from .parallel import ParallelModel
 from .predictor import load_predictor
 from .ranks import Gathered, VocabularyRows
@@ -125,6 +126,10 @@ class Loading(Reader):
         model.kernels = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()} | model.kernels
         if facts.predictor is not None:
             model.predictor = load_predictor(self, facts)
+        if facts.ngrams is not None:
+            model.ngrams = open_ngrams(self.checkpoint, facts)
+            for shard in facts.ngrams.shards:
+                self.count(shard.rpartition(".")[0])
         model.projections = [self.projection(one) for one in facts.projections]
         if ranks is not None and ranks.share.rank:
             return model  # only rank 0 reads images
@@ -274,28 +279,6 @@ class Loading(Reader):
         weight = load_weight(self.checkpoint, facts.name, stored, (facts.outputs, facts.inputs))
         bias = self.vector(f"{facts.name}.bias", facts.outputs).to(self.device).clone() if facts.bias else None
         return dequantize(self.moved(weight, self.device)).float().clone(), bias, facts.activation
-
-    def rope(self, facts: RopeFacts) -> rope.RopeTable:
-        """Build the table of cosines and sines for one rotation."""
-        inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
-        if facts.factors_tensor is not None:
-            inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
-        elif facts.scaling == "longrope":
-            is_long = self.context > facts.original_context
-            inv_freq = inv_freq / torch.tensor(facts.long_factors if is_long else facts.short_factors)
-        elif facts.scaling == "proportional":
-            inv_freq[facts.turning :] = 0
-        elif facts.scaling == "off":
-            inv_freq = torch.zeros_like(inv_freq)
-        elif facts.scaling == "linear":
-            inv_freq = inv_freq / facts.factor
-        elif facts.scaling == "llama3":
-            low, high = facts.low_freq_factor, facts.high_freq_factor
-            inv_freq = rope.scale_llama3(inv_freq, facts.factor, low, high, facts.original_context)
-        elif facts.scaling == "yarn":
-            ramp = facts.beta_fast, facts.beta_slow, facts.original_context, facts.truncate
-            inv_freq = rope.scale_yarn(inv_freq, facts.theta, facts.factor, *ramp)
-        return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
 
     def _refuse_unknown_parts(self) -> None:
         known: set[str] = set()

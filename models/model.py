@@ -39,6 +39,7 @@ from .architectures.facts import ModelFacts, layer_views
 from .architectures.vision import GridFacts, RowFacts
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
+from .ngram_table import NGramRows
 from .vision_pooled import AnyTower
 
 
@@ -123,6 +124,7 @@ class Model:
         self.kernels = dict(table.ops)
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
+        self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader
         self.taps: Taps | None = None  # set by a drafter
         # layers and their caches cut at these stops, as in the last step with `taps`
         self._cut: tuple[object, object, tuple[int, ...], Sequence[Any]] | None = None
@@ -146,6 +148,8 @@ class Model:
         """
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
+        if self.ngrams is not None:
+            inputs = self.ngrams(batch, cache, x.dtype)
         rows = batch.logits_indices
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
@@ -213,6 +217,9 @@ class Model:
         """`forward` and `logits` of a batch that wants every token's logits, valid until the next step. With
         `finds_best`, also the first index of each row's largest logit, if the kernel finds it on the way.
         """
+        if self.facts.reads_back:  # no kernel for whole steps
+            hidden = self.forward(batch, cache, every_row=True)
+            return hidden, self.logits(hidden), None
         length = max(batch.seq_lens)
         views = self._views(batch, [rope.upto(length) for rope in self._ropes])
         where = batch.cu_query_lens, batch.seq_lens_tensor

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.kernels import LinearFacts, Weight, choose
+from localllm.kernels import LinearFacts, Weight, choose, rope
 from localllm.kernels.cpu import layout as cpu_layout
 from localllm.kernels.dequant import FP8_BLOCK
 from localllm.kernels.layer_weights import Join, Linear, LinearPart, Module, Norm
+from localllm.kernels.rope import RopeTable
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.records import capability_of
 from localllm.kernels.verify.selftest import SelfTest
@@ -22,7 +23,7 @@ from localllm.quant import dequantize, fuse, load_weight, read_dense, reordered
 from localllm.quant.cut import columns_of, rows_of
 from localllm.quant.encode import Target, encode
 
-from .architectures import OpenModel
+from .architectures import OpenModel, RopeFacts
 from .architectures.layers import ROUTERS, LayerFacts
 from .architectures.sharding import Cut, Shard, pieces
 from .packed import Packed, PackedPart
@@ -343,6 +344,28 @@ class Reader:
             elif cut.rows:
                 bias = torch.cat([bias[one.start : one.stop] for one in cut.rows])
         return (bias if order is None else bias[order]).to(device)
+
+    def rope(self, facts: RopeFacts) -> RopeTable:
+        """Build the table of cosines and sines for one rotation."""
+        inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
+        if facts.factors_tensor is not None:
+            inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
+        elif facts.scaling == "longrope":
+            is_long = self.context > facts.original_context
+            inv_freq = inv_freq / torch.tensor(facts.long_factors if is_long else facts.short_factors)
+        elif facts.scaling == "proportional":
+            inv_freq[facts.turning :] = 0
+        elif facts.scaling == "off":
+            inv_freq = torch.zeros_like(inv_freq)
+        elif facts.scaling == "linear":
+            inv_freq = inv_freq / facts.factor
+        elif facts.scaling == "llama3":
+            low, high = facts.low_freq_factor, facts.high_freq_factor
+            inv_freq = rope.scale_llama3(inv_freq, facts.factor, low, high, facts.original_context)
+        elif facts.scaling == "yarn":
+            ramp = facts.beta_fast, facts.beta_slow, facts.original_context, facts.truncate
+            inv_freq = rope.scale_yarn(inv_freq, facts.theta, facts.factor, *ramp)
+        return RopeTable(inv_freq, facts.attention_factor, self.options.device)
 
     def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
         """Read a norm of the model's kind as float32, with the model's `norm_offset` added if `has_offset`."""

@@ -11,6 +11,7 @@
 typedef struct {
     int64_t hidden, k_heads, v_heads, k_dim, v_dim, tiled;
     int64_t wide, sigmoid_gate; /* wide: a decay per key channel; each key head then has one value head */
+    int64_t alone;              /* the output replaces x */
     double floor;               /* 0: none */
     ll_norm norm, out_norm;
     ll_linear_op inputs, rates, out; /* rates.parts 0: the rates are the last outputs of `inputs` */
@@ -128,7 +129,7 @@ static int up_from(const ll_linear_op *up, const float *x, int64_t stride, int64
     return linear_parts(up, spare, m, NULL, out);
 }
 
-/* x [tokens][hidden] += out(norm(y) act(z)), act: silu or sigmoid; `next` is the following product, for prefetching, or NULL. */
+/* x [tokens][hidden] += out(norm(y) act(z)), act: silu or sigmoid; `alone`: x = ...; `next` is the following product, for prefetching, or NULL. */
 static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, const ll_linear_op *next,
                               int64_t tokens, float *x)
 {
@@ -158,7 +159,7 @@ static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kep
         if (!failed) pool_run(delta_key_heads, &job, sequences->num_seqs * l->k_heads);
         hint_next(next, job.m);
         const ll_norm none = {NULL, 0.0};
-        if (!failed) failed = linear_onto(&l->out, &none, gated, job.m, x, normed);
+        if (!failed) failed = linear_onto(&l->out, &none, (int)l->alone, gated, job.m, x, normed);
         adapters_from = 0;
         if (failed) return -1;
     }

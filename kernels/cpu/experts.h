@@ -16,6 +16,7 @@ enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID, ROUTE_SIGMOID_TOPK };
 typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
     int64_t share_inputs; /* expert weights multiply the inputs instead of the outputs */
+    int64_t alone;        /* the output replaces x */
     double scale, limit, shared_limit; /* limit 0: none */
     const float *choice_bias; /* [num_experts], or NULL */
     ll_norm norm, post_norm;
@@ -263,7 +264,9 @@ static int experts_locked(const ll_experts_layer *l, const ll_linear_op *next, i
         if (l->post_norm.weight) {
             norm_onto_job job = {&l->post_norm, hidden, r.total, x};
             norm_onto_rows(&job, 0, rows, 0);
-        } else
+        } else if (l->alone)
+            memcpy(x, r.total, (size_t)(rows * hidden) * 4);
+        else
             for (int64_t i = 0; i < rows * hidden; i++) x[i] += r.total[i];
     }
     return 0;

@@ -108,7 +108,7 @@ class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms"),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms alone"),
         *_each(CNorm, "norm q_norm k_norm post_norm"),
         *_each(CLinear, "qkv out"),
     ]
@@ -129,7 +129,7 @@ class CExpertsLayer(ctypes.Structure):
 
     _fields_ = [
         *_each(c_int64, "hidden intermediate shared num_experts top_k router_kind renormalise act groups group_top_k"),
-        ("share_inputs", c_int64),
+        *_each(c_int64, "share_inputs alone"),
         *_each(c_double, "scale limit shared_limit"),
         ("choice_bias", c_void_p),
         *_each(CNorm, "norm post_norm"),
@@ -159,7 +159,7 @@ class CDeltaLayer(ctypes.Structure):
     """`ll_delta_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled wide sigmoid_gate"),
+        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled wide sigmoid_gate alone"),
         ("floor", c_double),
         *_each(CNorm, "norm out_norm"),
         *_each(CLinear, "inputs rates out a_up z_up"),
@@ -260,7 +260,7 @@ def pack_pages(pages: KVPages) -> bytes:
 
 def slot_fields(kept: StateSlots) -> tuple[int, int, int, int] | None:
     """The members of `ll_state_slots`; None if a slot's state is not contiguous."""
-    conv, state = kept
+    conv, state, _ = kept
     if not conv[0].is_contiguous() or not (state is None or state[0].is_contiguous()):
         return None
     if state is None:
@@ -272,7 +272,7 @@ def kv_fields(pages: KVPages) -> tuple[int, ...]:
     """The members of `kv_pages`, in order. Raises ValueError for pages that are not contiguous."""
     if not all(part is None or part.is_contiguous() for part in pages):
         raise ValueError("pages must be contiguous")
-    k, v, k_scales, v_scales = pages
+    k, v, k_scales, v_scales = pages[:4]
     return (
         k.data_ptr(),
         v.data_ptr(),

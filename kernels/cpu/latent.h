@@ -153,7 +153,7 @@ static int latent_rows(latent_room *r, const ll_attention_args *given, float *x)
     turn_round(r->apart, r->queries, m, heads, l->value, l->value, 0);
     if (l->gated) run_tokens(gate_heads, r);
     float *spare = (float *)scratch(2, m * l->hidden * 4);
-    return spare ? linear_onto(&l->out, &l->post_norm, r->queries, m, x, spare) : -1;
+    return spare ? linear_onto(&l->out, &l->post_norm, 0, r->queries, m, x, spare) : -1;
 }
 
 static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)

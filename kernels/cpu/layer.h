@@ -12,8 +12,13 @@ typedef struct {
     double eps;
 } ll_norm;
 
+/* y = norm(x), or a copy of x without a norm */
 static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t dim, float *y)
 {
+    if (!norm->weight) {
+        memcpy(y, x, (size_t)(m * dim) * 4);
+        return;
+    }
     row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps};
     run_rows(norm_rows, &job, m);
 }
@@ -39,9 +44,10 @@ static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
 /* Whether adapters scale this product's outputs (DoRA), so that nothing may be added to them before. */
 INLINE int has_gains(const ll_linear_op *op) { return op->adapters && op->adapters->gains; }
 
-/* x += post_norm(op(in)); without a norm the product adds x itself. */
-static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
+/* x += post_norm(op(in)); without a norm the product adds x itself. `alone`: x = op(in). */
+static int linear_onto(const ll_linear_op *op, const ll_norm *post, int alone, const float *in, int64_t m, float *x, float *spare)
 {
+    if (alone) return linear_parts(op, in, m, NULL, x);
     if (!post->weight && !has_gains(op)) return linear_parts(op, in, m, x, x);
     if (linear_parts(op, in, m, NULL, spare)) return -1;
     norm_onto_job job = {post, op->n, spare, x};

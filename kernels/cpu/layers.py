@@ -15,6 +15,7 @@ from ..layer_weights import (
     FUSED_DELTA,
     FUSED_EXPERTS,
     FUSED_HEAD,
+    FUSED_HYPER,
     FUSED_LATENT,
     FUSED_MAMBA,
     FUSED_MLP,
@@ -71,10 +72,10 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
     """`ll_attention_layer`."""
     kept: list[Any] = []
     qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
-    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
+    if qkv is None or out is None or not _known(w, FUSED_ATTENTION):
         return None
     struct = CAttentionLayer(
-        hidden=w.norm.weight.shape[0],
+        hidden=w.out.out_features,
         num_heads=w.num_heads,
         num_kv_heads=w.num_kv_heads,
         head_dim=w.head_dim,
@@ -82,6 +83,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         gated=w.gate + w.head_gates,
         softplus=w.softplus_gate,
         late_norms=w.late_norms,
+        alone=w.hyper is not None,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         k_norm=_norm(w.k_norm, kept),
@@ -102,11 +104,11 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
     rates, out = _linear(w.ba, kept) if apart else CLinear(), _linear(w.out, kept)
     a_up, z_up = (CLinear() if one is None else _linear(one, kept) for one in (w.a_up, w.z_up))
     conv = _conv(w.conv, None, kept)
-    known = has_only(w, FUSED_DELTA) and conv is not None and (not wide or w.num_k_heads == w.num_v_heads)
-    if inputs is None or rates is None or out is None or a_up is None or z_up is None or w.norm is None or not known:
+    known = _known(w, FUSED_DELTA) and conv is not None and (not wide or w.num_k_heads == w.num_v_heads)
+    if inputs is None or rates is None or out is None or a_up is None or z_up is None or not known:
         return None
     struct = CDeltaLayer(
-        hidden=w.norm.weight.shape[0],
+        hidden=w.out.out_features,
         k_heads=w.num_k_heads,
         v_heads=w.num_v_heads,
         k_dim=w.k_dim,
@@ -114,6 +116,7 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
         tiled=w.tiled,
         wide=wide,
         sigmoid_gate=w.sigmoid_gate,
+        alone=w.hyper is not None,
         floor=w.floor or 0.0,
         norm=_norm(w.norm, kept),
         out_norm=_norm(w.out_norm, kept),
@@ -217,8 +220,8 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
     if any(one.additions is not None for one in given):
         return None
     found = {id(one): packed for one in given if (packed := _linear(one, kept)) is not None}
-    known = w.activation in _EXPERT_ACTIVATIONS and w.router_kind in _ROUTERS and has_only(w, FUSED_EXPERTS)
-    if len(found) < len(given) or w.norm is None or not known:
+    known = w.activation in _EXPERT_ACTIVATIONS and w.router_kind in _ROUTERS and _known(w, FUSED_EXPERTS)
+    if len(found) < len(given) or not known:
         return None
     count = len(w.down)
     gate_up, down = ((CLinear * count)(*(found[id(one)] for one in each)) for each in (w.gate_up, w.down))
@@ -226,7 +229,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
     kept += [gate_up, down, choice_bias]
     shared_gate_up, shared_down, shared_gate = (CLinear() if one is None else found[id(one)] for one in of_shared)
     struct = CExpertsLayer(
-        hidden=w.norm.weight.shape[0],
+        hidden=w.down[0].out_features,
         intermediate=gate_up[0].n // 2,
         shared=shared_gate_up.n // 2,
         num_experts=count,
@@ -237,6 +240,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         groups=w.groups,
         group_top_k=w.group_top_k,
         share_inputs=w.share_inputs,
+        alone=w.hyper is not None,
         scale=w.scale,
         limit=w.limit or 0.0,
         shared_limit=w.shared_limit or 0.0,
@@ -261,6 +265,11 @@ def head_layer(w: HeadWeights) -> Layer | None:
         return None
     hidden = w.norm.weight.shape[0]
     return Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
+
+
+def _known(weights: AttentionWeights | DeltaWeights | ExpertsWeights, fused: frozenset[str]) -> bool:
+    """Whether C supports these weights: with an input norm, or with hyper-connections, which have none."""
+    return has_only(weights, fused | FUSED_HYPER) and (weights.norm is None) == (weights.hyper is not None)
 
 
 def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:

@@ -164,7 +164,7 @@ static int states_locked(state_segment *job, const ll_norm *norm, const ll_norm 
             run_convolution(gated_convolve, job);
         }
         hint_next(next, job->m);
-        if (linear_onto(out, post, job->made, job->m, x, normed)) break;
+        if (linear_onto(out, post, 0, job->made, job->m, x, normed)) break;
     }
     adapters_from = 0;
     return job->first < tokens ? -1 : 0;

@@ -17,6 +17,7 @@ typedef struct {
     int64_t gated; /* each query is followed by its gate, in q and in `qkv`; 2: `qkv` has one gate per head, after all queries */
     int64_t softplus;   /* softplus(gate) multiplies the output, not sigmoid(gate) */
     int64_t late_norms; /* norms of queries and keys after RoPE */
+    int64_t alone;      /* the output replaces x */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -97,7 +98,7 @@ static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_
 static int attn_out_locked(const ll_attention_layer *l, const float *attended, int64_t m, float *x)
 {
     float *spare = (float *)scratch(2, l->post_norm.weight || has_gains(&l->out) ? m * l->hidden * 4 : 4);
-    return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
+    return spare ? linear_onto(&l->out, &l->post_norm, (int)l->alone, attended, m, x, spare) : -1;
 }
 
 static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
@@ -117,7 +118,7 @@ static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, 
             activate_all(gate_up, rows, l->intermediate, l->gelu, 0.0, acted);
         }
         hint_next(next, m);
-        if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
+        if (linear_onto(&l->down, &l->post_norm, 0, acted, rows, x, normed)) return -1;
     }
     return 0;
 }

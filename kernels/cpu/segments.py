@@ -21,6 +21,7 @@ from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_HYPER,
     AttentionWeights,
     ConvWeights,
     DeltaWeights,
@@ -108,7 +109,7 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """`mixers.attention`: [num_tokens, num_heads * head_dim]."""
-    known = has_only(weights, FUSED_ATTENTION)
+    known = has_only(weights, FUSED_ATTENTION | FUSED_HYPER)
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
@@ -381,7 +382,7 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     """C structs of the layers; None if C does not support one of them. The last result is cached for tuples."""
     first_of_all = next(linears_of(layers[0][0]), None)
     keeper = None if first_of_all is None else _keeper_of(first_of_all)
-    if keeper is None:
+    if keeper is None or getattr(layers[0][0], "hyper", None) is not None:
         return None
     kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
     if kept is not None and kept.layers is layers and kept.pages is pages:

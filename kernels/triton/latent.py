@@ -170,7 +170,7 @@ def _attend(
     norms = torch.empty((at_once, heads, places, 2), dtype=torch.float32, device=q.device)
     out = torch.empty((num_tokens, heads, rank), dtype=torch.float32 if rotates else dtype, device=q.device)
     mixed = out.view(dtype)[..., :rank]  # shares memory with `out`
-    tensors = (*pages[:2], *(norms if one is None else one for one in pages[2:]))
+    tensors = (*pages[:2], *(norms if one is None else one for one in pages[2:4]))
     split: dict[str, Any] = {"FIRST": splits.first, "SPLITS": splits.most, "STEPS": 8 if num_seqs < 256 else 20}
     for first in range(0, num_tokens, at_once):
         count = min(at_once, num_tokens - first)

@@ -365,8 +365,7 @@ class SegmentTrial:
             return None
         if isinstance(mixer, AttentionWeights | LatentWeights):
             return copied(self._filled_pages(mixer))
-        states = self._filled_states(mixer)  # as in the model, a slot of another layer lies between two slots
-        return StateSlots(*(None if part is None else torch.stack((part, part), 1)[:, 1] for part in states))
+        return _between(self._filled_states(mixer))
 
     def _filled_states(self, mixer: DeltaWeights | ConvWeights | MambaWeights) -> StateSlots:
         """States as the reference leaves them after SEEN random tokens, in two slots more than sequences."""
@@ -382,15 +381,23 @@ class SegmentTrial:
             starts = torch.arange(0, x.shape[0] + 1, SEEN, dtype=torch.int32, device=device)
             slots = torch.arange(num_slots, device=device)
             REFERENCES[STATEFUL[type(mixer)]](x, mixer, kept, slots, starts)
+            if isinstance(mixer, DeltaWeights) and mixer.ngrams is not None:
+                channels, width = mixer.ngrams.conv.shape
+                conv = torch.randn((num_slots, channels, width - 1), generator=generator).to(device)
+                kept = kept._replace(ngrams=StateSlots(conv, None))
             self._states[id(mixer)] = kept
         return self._states[id(mixer)]
 
     def _per_layer_inputs(self) -> Tensor | None:
-        """Random per-layer inputs, if the layers use them."""
+        """Random per-layer inputs or n-gram embeddings, if the layers use them."""
+        x, generator = self._made[0], seeded(24)
+        for mixer, *_ in self.layers:
+            if isinstance(mixer, DeltaWeights) and mixer.ngrams is not None:
+                size = mixer.ngrams.key.parts[0].shape[1]
+                return torch.randn((x.shape[0], size), generator=generator).to(x)
         sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp and mlp.input]
         if not sizes:
             return None
-        x, generator = self._made[0], seeded(24)
         return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
 
     def _filled_pages(self, mixer: AttentionWeights | LatentWeights) -> KVPages:
@@ -399,6 +406,12 @@ class SegmentTrial:
         if mixer.kept not in self._pages:
             num_pages, generator = self._made[1], seeded(22)
             cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
+            if isinstance(mixer, AttentionWeights) and (index := mixer.index) is not None:
+                size = facts.page_size
+                keys, blocks = (
+                    torch.zeros(num_pages, n, index.dim, device=facts.device) for n in (size, size // index.ratio)
+                )
+                cache = cache._replace(index_keys=keys, block_keys=blocks)
             count = num_pages * facts.page_size
             k, v = (torch.randn((count, kv_heads, dim), generator=generator).to(facts.device) for dim in dims)
             REFERENCES["kv_write"](k, v, cache, torch.arange(count, device=k.device))
@@ -436,6 +449,8 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _step(self, run: Callable[..., Stepped]) -> str:
+        if any(getattr(mixer, "hyper", None) is not None for mixer, *_ in self.layers):
+            return ""  # `Model.step` does not use it
         *_, lens, at = self._made
         ids = torch.randint(self.head.linear.out_features, at.shape, generator=seeded(23)).to(at)
         whole = torch.arange(int(lens.max()), device=at.device)
@@ -482,6 +497,22 @@ class SegmentTrial:
         }[name]
 
 
+def _between(states: StateSlots) -> StateSlots:
+    """A copy in which, as in the model, a slot of another layer lies between two slots."""
+
+    def spread(part: Tensor | None) -> Any:
+        return None if part is None else torch.stack((part, part), 1)[:, 1]
+
+    own = None if states.ngrams is None else _between(states.ngrams)
+    return StateSlots(spread(states.conv), spread(states.state), own)
+
+
+def _parts(states: StateSlots) -> list[Tensor]:
+    """The tensors of a layer's states."""
+    own = [] if states.ngrams is None else _parts(states.ngrams)
+    return [part for part in (states.conv, states.state) if part is not None] + own
+
+
 def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str, ...]:
     """The segments of a layer that are tried one by one."""
     feed = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
@@ -500,7 +531,7 @@ def _compare_kept(results: Sequence[tuple[list[Tensor], Sequence[LayerCache]]], 
     near, exact = [], []
     for outputs, caches in results:
         pages = [part for cache in caches if isinstance(cache, KVPages) for part in numbers(cache)]
-        states = [part for cache in caches if isinstance(cache, StateSlots) for part in cache if part is not None]
+        states = [part for cache in caches if isinstance(cache, StateSlots) for part in _parts(cache)]
         near.append([*outputs, *pages, *(part[1:-1] for part in states)])
         exact.append([part[:: part.shape[0] - 1] for part in states])
     problem = compare_all(near[0], near[1], tolerance)

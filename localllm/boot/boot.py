@@ -346,7 +346,7 @@ class Boot:
     @property
     def facts_line(self) -> str:
         """The part of the run summary after the kernels: graphs, experts, speculation, tiles, memory profile."""
-        parts = [self._graphs_note, self._experts_note, self._speculation_note]
+        parts = [self._graphs_note, self._experts_note, self._table_note, self._speculation_note]
         if self.plan.device != "cpu":
             measured = self._tuner.num_measured
             guessed = "" if is_measured(self._tuner.capability) else "tiles not measured on this GPU"
@@ -359,6 +359,16 @@ class Boot:
     def rounded(self) -> str:
         """The activation quantization in effect; "" if no kernel applies it."""
         return "" if self._unrounded else self.plan.activations
+
+    @property
+    def _table_note(self) -> str:
+        """Where the n-gram table is, for the run summary; "" if there is none."""
+        table = self._model.facts.ngrams
+        if table is None:
+            return ""
+        words = f"n-gram table of {gib(table.nbytes, 1)} read from the file, {len(table.sizes)} rows per token"
+        on_gpu = self.plan.device != "cpu" and not self.plan.host_experts
+        return f"{words}, so no CUDA graphs" if on_gpu else words
 
     @property
     def _experts_note(self) -> str:

@@ -412,9 +412,11 @@ def _model_lines(row: Row) -> list[str]:
         kept = f"2 × {count} layers{window} × {heads} heads × {keys}"
         if keys != values:  # latents, and the rotary part of the keys
             kept = f"{count} layers{window} × ({keys} + {values})"
+        if layer.mixer.index is not None:
+            kept += f" and {count} layers × {layer.mixer.index.dim} in 16 bits for the index,"
         one = kv_bytes_per_token([layer], kv)
         lines.append(f"KV = {kept} values in {kv}: {one:,} B per layer and token")
     if state:
-        stateful = sum(map(len, state_layers(facts)))
+        stateful = len({layer for layers, _ in state_layers(facts) for layer in layers})
         lines.append(f"state = {stateful} layers of constant size: {state:,} B per sequence")
     return lines

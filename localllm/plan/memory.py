@@ -90,6 +90,11 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
         # during a layer: the predicted streams and the embedding; while streams are updated: float32 sums and products
         streams, kept = facts.streams.count * hidden, 2 * facts.num_heads * facts.head_dim - max(mixer, ffn)
         layers = max(layers + (streams + 2 * hidden) * width, layers + kept * width + streams * (width + 12))
+    if facts.hyper is not None:  # the streams stay alive during a layer, one copy more while its input is computed
+        wide = facts.hyper.count * hidden * width
+        ngrams = max((layer.ngrams.work(width) for layer, _ in facts.kinds if layer.ngrams is not None), default=0)
+        rows_of_ngrams = facts.ngrams.dim * len(facts.ngrams.sizes) * (4 + width) if facts.ngrams is not None else 0
+        layers = max(layers + wide, facts.hyper.work(hidden, width), ngrams) + rows_of_ngrams
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
     return rows * (max(embedding, layers) + turned)
 
@@ -354,8 +359,10 @@ class Memory:
 
     @cached_property
     def graph_buckets(self) -> tuple[int, ...]:
-        """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if experts run on the CPU."""
+        """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if a step needs the host."""
         if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
+            return ()
+        if self.facts.reads_back:
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)

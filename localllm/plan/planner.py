@@ -259,7 +259,7 @@ class Planner:
         """Raise ConfigError if a DFlash drafter was trained for another model."""
         own, hint = draft.dflash, "give --draft the drafter that was published for this model, or leave it out"
         assert own is not None
-        if facts.inputs is not None or facts.streams is not None:
+        if not all(part is None for part in (facts.inputs, facts.streams, facts.hyper)):
             what = f"{name} cannot draft for a model with per-layer inputs or several residual streams"
             raise ConfigError(what, "leave --draft out")
         if (draft.hidden_size, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):

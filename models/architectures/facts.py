@@ -14,7 +14,18 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Assistant, DFlash, Entry, Experts, InputTable, LayerFacts, Streams
+from .layers import (
+    Assistant,
+    DFlash,
+    Entry,
+    Experts,
+    HyperConnections,
+    InputTable,
+    LayerFacts,
+    NGrams,
+    NGramTable,
+    Streams,
+)
 from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
@@ -57,6 +68,7 @@ class ModelFacts:
     projections: tuple[Projection, ...] = ()  # dense layers applied to pooled vectors
     entry: Entry | None = None
     inputs: InputTable | None = None  # of models with per-layer inputs
+    ngrams: NGramTable | None = None  # of models with n-gram embeddings; `num_params` and `weight_bytes` leave it out
     final_norm: bool = True  # whether a norm follows the last layer, of the same kind as in the layers
     final_offset: bool = True  # whether `norm_offset` is also added to the weight of the final norm
     embedding_norm: bool = False  # whether embedding rows are normed, without a weight
@@ -91,6 +103,16 @@ class ModelFacts:
     def streams(self) -> Streams | None:
         """AltUp's residual streams, or None."""
         return self.layers[0].streams
+
+    @property
+    def hyper(self) -> HyperConnections | None:
+        """The hyper-connections between residual streams, or None."""
+        return self.layers[0].hyper
+
+    @cached_property
+    def reads_back(self) -> bool:
+        """Whether a step on a GPU needs the host: to read n-gram rows, or to know which sequences are sparse."""
+        return self.ngrams is not None or any(mixer.index is not None for mixer in self.attention)
 
     @cached_property
     def keeping_layers(self) -> tuple[LayerFacts, ...]:
@@ -136,8 +158,8 @@ class ModelFacts:
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of one slot: a sequence's float32 state in all stateful layers, independent of its length."""
-        kept = ((layer.mixer, times) for layer, times in self.kinds if isinstance(layer.mixer, Stateful))
-        shapes = ((shape, times) for mixer, times in kept for shape in (mixer.conv_shape, mixer.state_shape) if shape)
+        kept = ((part, times) for layer, times in self.kinds for part in layer.states)
+        shapes = ((shape, times) for part, times in kept for shape in (part.conv_shape, part.state_shape) if shape)
         return 4 * sum(times * math.prod(shape) for shape, times in shapes)
 
     @cached_property
@@ -149,11 +171,12 @@ class ModelFacts:
         """
         if self.dflash is not None:
             return ()
-        found: dict[tuple[int | None, ...], list[int]] = {}
-        for index, layer in enumerate(self.keeping_layers):
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for number, layer in enumerate(self.keeping_layers):
             mixer = layer.mixer
             if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
-                found.setdefault((mixer.window, *mixer.kept), []).append(index)
+                own = None if mixer.index is None else mixer.index.kept
+                found.setdefault((mixer.window, *mixer.kept, own), []).append(number)
         groups = sorted(found.items(), key=lambda group: (group[0][0] is not None, -(group[0][0] or 0)))
         return tuple(tuple(layers) for _, layers in groups)
 
@@ -258,7 +281,9 @@ def count_params(facts: ModelFacts) -> int:
         tables += sum(n * k for n, k in facts.assistant.linears(hidden).values())
     if facts.streams is not None:
         tables += sum(n * k for n, k in facts.streams.outer(hidden).values())
-    return count_linear_params(facts) + vectors + tables + facts.hidden_size
+    if facts.hyper is not None:
+        tables += sum(n * k for n, k in facts.hyper.outer(hidden).values()) + facts.hyper.count * hidden
+    return count_linear_params(facts) + vectors + tables + facts.hidden_size * (facts.hyper is None)
 
 
 def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
@@ -266,10 +291,16 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
 
     Windowed layers keep only a window's worth of tokens: see `cache_layers`.
     """
-    scale = 4 if dtype in ("int8", "fp8") else 0
+    scale, wide = 4 if dtype in ("int8", "fp8") else 0, max(2, KV_BYTES[dtype])
     mixers = (layer.mixer for layer in layers)
-    kept = (mixer.kept for mixer in mixers if isinstance(mixer, Paged) and mixer.shares_kv_with is None)
-    return sum(heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale) for heads, keys, values in kept)
+    total = 0
+    for mixer in (one for one in mixers if isinstance(one, Paged) and one.shares_kv_with is None):
+        heads, keys, values = mixer.kept
+        total += heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale)
+        if mixer.index is not None:  # index keys are never stored in 8 bits
+            dim, ratio = mixer.index.kept
+            total += wide * (dim + dim // ratio)
+    return total
 
 
 def kept_bytes(facts: ModelFacts, dtype: str) -> tuple[int, int]:
@@ -313,10 +344,11 @@ def read_layers(draft: ModelFacts, target: ModelFacts) -> tuple[int, ...] | None
     return None if None in found else tuple(index for index in found if index is not None)
 
 
-def state_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    """Layer numbers grouped by the shapes of their states."""
-    found: dict[object, list[int]] = {}
+def state_layers(facts: ModelFacts) -> tuple[tuple[tuple[int, ...], Stateful | NGrams], ...]:
+    """Layer numbers grouped by the shapes of their states, with one of the parts that keep them."""
+    found: dict[object, tuple[list[int], Stateful | NGrams]] = {}
     for index, layer in enumerate(facts.layers):
-        if isinstance(layer.mixer, Stateful):
-            found.setdefault((layer.mixer.conv_shape, layer.mixer.state_shape), []).append(index)
-    return tuple(map(tuple, found.values()))
+        for part in layer.states:
+            key = isinstance(part, NGrams), part.conv_shape, part.state_shape
+            found.setdefault(key, ([], part))[0].append(index)
+    return tuple((tuple(layers), part) for layers, part in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .mixers import EXPANDED, Paged, Stateful
 
@@ -45,11 +46,12 @@ _STREAMS = (
     *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
     *("laurel.linear_left", "laurel.linear_right"),
 )
+_INJECT = tuple(f"{block}_hyper_connection.block_inject_weight" for block in ("attn", "mlp"))
 # small linear modules that choose or weight others: they keep their stored format when the others are quantized
-ROUTERS = _EXPERT_ROUTERS + _STREAMS
+ROUTERS = _EXPERT_ROUTERS + _STREAMS + _INJECT
 # modules that are not quantized -> why not
 STAY_STORED = dict.fromkeys(_EXPERT_ROUTERS, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
-STAY_STORED |= dict.fromkeys(_STREAMS, "it is small, and all residual streams depend on it")
+STAY_STORED |= dict.fromkeys(_STREAMS + _INJECT, "it is small, and all residual streams depend on it")
 
 
 # norms before the experts, after the shared expert and after the experts, if `apart` is set
@@ -223,6 +225,92 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class HyperConnections:
+    """A token has `count` residual streams. A block reads a gated mean of the normed streams; its output is added to
+    each stream, multiplied by a gain per token.
+    """
+
+    count: int
+    rank: int  # the gates come from two matrices with this many values in between
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        shapes: dict[str, tuple[int, int]] = {}
+        for inject in _INJECT:
+            start = inject.rpartition(".")[0]
+            shapes |= self._gates(start, hidden) | {inject: (self.count, self.count * hidden)}
+        return shapes
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {f"{one.rpartition('.')[0]}.hc_norm.weight": (self.count * hidden,) for one in _INJECT}
+
+    def _gates(self, start: str, hidden: int) -> dict[str, tuple[int, int]]:
+        wide = self.count * hidden
+        return {f"{start}.input_mix_weight_down": (self.rank, wide), f"{start}.input_mix_weight_up": (wide, self.rank)}
+
+    def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """(N, K) of the modules that reduce the streams to one vector after the last layer; its norm is `MIXER`'s."""
+        return self._gates(MIXER, hidden)
+
+    def work(self, hidden: int, width: int) -> int:
+        """Bytes per token while a block's input is computed: the streams, normed as well, and three float32 copies."""
+        return self.count * hidden * (2 * width + 12)
+
+
+MIXER = "model.hyper_connection_mixer"
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """N-gram embeddings: table rows for a token and those before it are gated, go through a dilated convolution and are
+    added to all residual streams.
+    """
+
+    channels: int  # of all streams
+    size: int  # elements of the rows of a token together
+    order: int  # tokens of the longest n-gram; also the dilation
+    conv_width: int
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.channels, (self.conv_width - 1) * self.order
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The last tokens of a sequence, as id + 1; 0 for none."""
+        return (self.order - 1,)
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"ple.key_proj": (self.channels, self.size), "ple.value_proj": (hidden, self.size)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        norms = {f"ple.norm_{name}.weight": (self.channels,) for name in ("key", "query", "conv")}
+        return norms | {"ple.conv1d.weight": (self.channels, self.conv_width)}
+
+    def work(self, width: int) -> int:
+        """Bytes per token while the rows are added: keys, and float32 copies of all streams."""
+        return self.channels * (2 * width + 28)
+
+
+@dataclass(frozen=True)
+class NGramTable:
+    """The table of `NGrams`, which stays in the file: a token reads a few of its rows.
+
+    The row of head h is offsets[h] + (xor over distances d of multipliers[d] · token d back) mod sizes[h]. The first
+    heads hash pairs, the last ones all `order` tokens. At the start of a text and up to `end`, tokens count as `end`.
+    """
+
+    shards: tuple[str, ...]  # stored tensors, whose rows follow one another
+    rows: int
+    dim: int
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    end: int
+    nbytes: int  # stored
+    scale: str = ""  # stored tensor with one factor for all FP8 rows; "": none
+
+
+@dataclass(frozen=True)
 class InputTable:
     """The source of `LayerInput`: a per-layer embedding table, plus a projection of the token embedding."""
 
@@ -322,9 +410,17 @@ class LayerFacts:
     parallel: bool = False  # attention and feed-forward layer read the same residual stream, and both are added
     fusion: Fusion | None = None
     streams: Streams | None = None
+    hyper: HyperConnections | None = None
+    ngrams: NGrams | None = None
 
     @property
-    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput | Fusion | Streams, ...]:
-        """The layer's existing parts: mixer, feed-forward layer, input, fusion, streams."""
-        found = (self.mixer, self.ffn, self.input, self.fusion, self.streams)
+    def blocks(self) -> tuple[Any, ...]:
+        """The layer's existing parts: mixer, feed-forward layer, input, fusion, streams, hyper-connections, n-grams."""
+        found = (self.mixer, self.ffn, self.input, self.fusion, self.streams, self.hyper, self.ngrams)
         return tuple(block for block in found if block is not None)
+
+    @property
+    def states(self) -> tuple[Stateful | NGrams, ...]:
+        """The parts with a state of constant size."""
+        own = (self.mixer,) if isinstance(self.mixer, Stateful) else ()
+        return own if self.ngrams is None else (*own, self.ngrams)

@@ -33,6 +33,43 @@ class RopeFacts:
 
 
 @dataclass(frozen=True)
+class TokenIndex:
+    """Sparse attention: a query sees the `top` blocks of `ratio` tokens with the highest scores, and the last tokens,
+    which do not fill a block. The key of a block is the mean of its tokens' index keys, normed and rotated.
+    """
+
+    num_heads: int  # of index queries; there is one key
+    dim: int
+    ratio: int
+    top: int
+    fused: bool = True  # queries and keys are stored as one module
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """(elements of an index key, tokens of a block): pages hold one key per token and one per block."""
+        return self.dim, self.ratio
+
+    @property
+    def reach(self) -> int:
+        """The longest sequence in which every query sees all tokens before it."""
+        return (self.top + 1) * self.ratio - 1
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The input modules: queries, then keys."""
+        names = ("index_qk_proj",) if self.fused else ("q_proj", "k_proj")
+        return tuple(f"self_attn.indexer.{name}" for name in names)
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        queries = self.num_heads * self.dim
+        rows = (queries + self.dim,) if self.fused else (queries, self.dim)
+        return {name: (size, hidden) for name, size in zip(self.inputs, rows, strict=True)}
+
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        return {f"self_attn.indexer.{name}_layernorm.weight": (self.dim,) for name in "qk"}
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention with a KV cache (MHA, MQA, GQA)."""
 
@@ -64,6 +101,7 @@ class Attention:
     kv_apart: bool = False  # keys and values are also computed without queries
     # the earlier layer whose KV cache it reads; it has none of its own. -1: a layer of the model that it drafts for
     shares_kv_with: int | None = None
+    index: TokenIndex | None = None
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -84,6 +122,7 @@ class Attention:
         rows = {"": [q], "queries": [2 * q], "apart": [q, q], "heads": [q, self.num_heads]}[self.gate]
         sizes = (sum(rows) + 2 * kv,) if self.fused else (*rows, kv, kv)[: len(self.inputs)]
         shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
+        shapes |= {} if self.index is None else self.index.linears(hidden)
         return shapes | {"self_attn.o_proj": (hidden, q)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -97,6 +136,8 @@ class Attention:
             }
         if self.sinks:
             sizes["self_attn.sinks"] = (self.num_heads,)
+        if self.index is not None:
+            sizes |= self.index.vectors()
         names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
         shapes = self.linears(hidden)
         return sizes | {f"{name}.bias": shapes[name][:1] for name in names}
@@ -129,6 +170,7 @@ class LatentAttention:
     gated: bool = False  # a head's output is multiplied by the sigmoid of its gate, one number per head
     # options that only `Attention` has
     window: ClassVar[None] = None
+    index: ClassVar[None] = None
     softcap: ClassVar[None] = None
     shares_kv_with: ClassVar[None] = None
     temperature_offset: ClassVar[int] = 0
@@ -206,6 +248,7 @@ class GatedDelta:
     log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
     grouped: bool = False  # inputs of convolution and gates are one module, grouped by key head
     grouped_rates: bool = False  # so are the learning and decay rates of the value heads
+    sigmoid_gate: bool = False  # output gates are sigmoid(z), not silu(z)
     channel_decay: ClassVar[bool] = False  # a decay per key channel, not per head
 
     @property

@@ -18,7 +18,7 @@ from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import CLUSTERS, Entry, LayerFacts
+from .layers import CLUSTERS, MIXER, Entry, LayerFacts
 from .mmproj import AUTO, tower_of
 from .names import TOWER, NameMap
 from .vision import ImageFacts
@@ -133,9 +133,11 @@ class OpenModel(Checkpoint):
         return modules | {name.rpartition(".")[0] for name in vectors}
 
     def stored_modules(self, facts: ModelFacts) -> set[str]:
-        """The modules of all layers and of AltUp's streams, by their names in the file."""
-        outer = () if facts.streams is None else map(self.names.source, facts.streams.outer(facts.hidden_size))
-        return set(outer).union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
+        """The modules of all layers and those between residual streams, by their names in the file."""
+        found = (streams.outer(facts.hidden_size) for streams in (facts.streams, facts.hyper) if streams is not None)
+        outer = {self.names.source(module) for modules in found for module in modules}
+        outer |= {f"{MIXER}.hc_norm"} if facts.hyper is not None else set()
+        return outer.union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
 
     @property
     def doubt(self) -> str:
@@ -189,8 +191,11 @@ class OpenModel(Checkpoint):
             self._linear(module, shape)
         if facts.assistant is not None and facts.assistant.clusters:
             self._tokens_of_clusters(facts)
-        for module, shape in {} if facts.streams is None else facts.streams.outer(hidden).items():
-            self._linear(module, shape)
+        for streams in (facts.streams, facts.hyper):
+            for module, shape in {} if streams is None else streams.outer(hidden).items():
+                self._linear(module, shape)
+        if facts.hyper is not None:
+            self._vector(f"{MIXER}.hc_norm.weight", (facts.hyper.count * hidden,))
         for index, layer in enumerate(facts.layers):
             self._layer(index, layer, hidden)
         size = hidden

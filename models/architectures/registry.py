@@ -54,6 +54,7 @@ from .qwen2_moe import Qwen2Moe
 from .qwen3 import Qwen3
 from .qwen3_5 import Qwen3_5, Qwen3_5Moe, Qwen3Next
 from .qwen3_moe import Qwen3Moe
+from .qwen4_exp import Qwen4Exp
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
 
@@ -66,6 +67,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3_5(),
     Qwen3_5Moe(),
     Qwen3Next(),
+    Qwen4Exp(),
     Gemma(),
     Gemma2(),
     Gemma3(),

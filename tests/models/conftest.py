@@ -63,7 +63,7 @@ RENAMED = ("kimi_linear", "bailing_hybrid")  # whose files name tensors differen
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
-ZERO_CENTRED += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "muse_glimmer_text")
+ZERO_CENTRED += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "muse_glimmer_text")
 LATENT = {
     "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
@@ -385,6 +385,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["linear_attention", "full_attention"]}
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
         | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
+    "qwen4-exp": (
+        "qwen4_exp_text",
+        {"hidden_size": 44, "heads": (4, 2, 24), "num_hidden_layers": 4}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 4, "output_gate_type": "sigmoid"}
+        | {"layer_types": ["linear_attention", "indexed_attention"] * 2}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26, "hc_count": 3, "hc_lowrank": 9}
+        | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}}
+        | {"indexer_n_heads": 9, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 12}
+        | {"indexer_compress_ratio": 4, "ple_layer_ids": [3], "ple_embed_dim": 24, "heads_per_ngram": 2}
+        | {"ple_conv_kernel_size": 3, "ngram_vocab_size_base": 50, "split_ngram_parts": 4, "eos_token_id": 7}
+        | {"make_ngram_vocab_size_divisible_by": 8, "tie_word_embeddings": False},
     ),
     "muse-glimmer-packable": (
         "muse_glimmer",

@@ -24,6 +24,7 @@ ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen4_exp_text": "qwen4exp",
     "qwen3_vl_text": "qwen3vl",
     "qwen2_5_vl_text": "qwen2vl",
 }
@@ -130,6 +131,8 @@ def write_gguf(
     if arch.startswith("gemma4"):
         _heads_of_two_sizes(writer, config)
         tensors = _gemma4(writer, config, tensors)
+    if arch == "qwen4exp":
+        config, tensors = _qwen4(writer, config, tensors)
     if arch == "gemma3n":
         tensors = _gemma3n(writer, config, tensors)
     if config.get("attn_logit_softcapping"):
@@ -258,7 +261,9 @@ def write_gguf(
         plain |= any(part in name for part in ("ffn_gate_inp", "conv1d", ".conv.conv."))
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
-        writer.add_tensor(name if name.startswith(("blk.", "altup_")) else names.tensor(name), data, raw_dtype=stored)
+        name = "per_layer_token_embd.weight" if name == "ngrams.weight" else name
+        known = name.startswith(("blk.", "altup_", "per_layer_"))
+        writer.add_tensor(name if known else names.tensor(name), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -586,6 +591,49 @@ def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
     return found
 
 
+def _qwen4(
+    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys of streams, index and n-gram table, and the tensors: index queries and keys apart, the table outside."""
+    key, layers = "qwen4exp.", config["layer_types"]
+    writer.add_uint32(f"{key}hyper_connection.count", config["hc_count"])
+    writer.add_uint32(f"{key}hyper_connection.low_rank", config["hc_lowrank"])
+    writer.add_uint32(f"{key}attention.indexer.head_count", config["indexer_n_heads"])
+    writer.add_uint32(f"{key}attention.indexer.key_length", config["indexer_head_dim"])
+    writer.add_uint32(f"{key}attention.indexer.top_k", config["indexer_budget"])
+    ratios = [config["indexer_compress_ratio"] * (kind != "linear_attention") for kind in layers]
+    writer.add_array(f"{key}attention.compress_ratios", ratios)
+    writer.add_array(f"{key}ple.layers", [number - 1 for number in config["ple_layer_ids"]])
+    writer.add_uint32(f"{key}ple.ngram_size", config["ngram_size"])
+    writer.add_uint32(f"{key}ple.heads_per_ngram", config["heads_per_ngram"])
+    writer.add_uint32(f"{key}ple.conv_kernel", config["ple_conv_kernel_size"])
+    writer.add_uint32(f"{key}ple.eos_token_id", config["eos_token_id"])
+    heads = (config["ngram_size"] - 1) * config["heads_per_ngram"]
+    writer.add_embedding_length_per_layer_input(config["ple_embed_dim"] // heads)
+    stored = {"layer_multipliers": "layer_multipliers"}
+    stored |= {"ngram_heads_vocab_sizes": "head_vocab_sizes", "ngram_heads_offsets": "head_offsets"}
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if last in stored:
+            writer.add_key_value(f"{key}ple.{stored[last]}", tensor.tolist(), ARRAY, gguf.GGUFValueType.UINT64)
+        elif name.endswith("index_qk_proj.weight"):
+            queries = config["indexer_n_heads"] * config["indexer_head_dim"]
+            parts = zip("qk", (tensor[:queries], tensor[queries:]), strict=True)
+            found |= {name.replace("index_qk_proj", f"{part}_proj"): rows for part, rows in parts}
+        elif "ple.norm" in name:
+            found[name] = tensor + 1
+        else:
+            found[name.replace("model.layers.2.ple.ple_embedding.ngram_embedding", "ngrams")] = (
+                tensor.squeeze(1) if "ple.conv1d" in name else tensor
+            )
+    types = ["full_attention" if kind == "indexed_attention" else kind for kind in layers]
+    return config | {"layer_types": types}, found
+
+
+ARRAY = gguf.GGUFValueType.ARRAY
+
+
 def _gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Matrices of streams as stacks; all tokens have a row for layers, where the converter pads with zeros."""
     writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
@@ -647,7 +695,7 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu", "ling2"]
+NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu", "ling2"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]

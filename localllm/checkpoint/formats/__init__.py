@@ -30,6 +30,7 @@ FORMATS = (
     int8,
     dense,
 )
+NGRAMS = ".ngram_embedding."
 _FOREIGN = {
     # last name component -> the tool that uses this layout
     "absmax": "bitsandbytes",
@@ -56,6 +57,8 @@ def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     groups: dict[str, dict[str, TensorInfo]] = {}
     for name, info in model.tensors.items():
         module, _, suffix = name.rpartition(".")
+        if NGRAMS in name:  # a table of rows, whose parts share one scale: `Architecture` reads it
+            continue
         groups.setdefault(module, {})[suffix] = info
     turned = _unmerged_rotation(model.quantization_config)
     if turned:

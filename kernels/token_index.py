@@ -1,0 +1,201 @@
+"""The index of sparse attention (QSA): chooses the blocks of tokens that a query sees.
+
+Every token has an index key, and every `ratio` tokens form a block, whose key is the normed and rotated mean of theirs.
+A query's score for a block is the sum over index heads of relu(q · k). It sees the `top` blocks with the highest scores
+and the tokens after the last whole block. Sequences of at most `reach` tokens see everything and have no scores.
+
+Chosen blocks are pages to the attention kernels: the pages of one KV head, cut into blocks of `ratio` tokens, are again
+pages of contiguous rows, and a query with one KV head is a sequence of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kv_pages import KVPages
+from .layer_weights import AttentionWeights, IndexWeights, View
+from .mixers import norm_rows
+
+SCORE_BYTES = 16 << 20  # scores held at once: queries are scored in pieces
+
+
+class Chosen(NamedTuple):
+    """What the tokens of a step's long sequences see.
+
+    rows         int64 [n]: these tokens
+    block_table  int32 [n * kv_heads, top + 1]: blocks of the pages of `by_block`, in order; -1 after the last
+    lens         int32 [n * kv_heads]: tokens in these blocks
+    short        int64: the other sequences of the step
+    """
+
+    rows: Tensor
+    block_table: Tensor
+    lens: Tensor
+    short: Tensor
+
+
+def token_index(
+    rms_norm: Callable[..., Tensor],
+    rope: Callable[..., Tensor],
+    x: Tensor,
+    weights: IndexWeights,
+    pages: KVPages,
+    view: View,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Chosen | None:
+    """Store the index keys of a step's tokens and choose what they see; None if all of them see everything.
+
+    x   input of the attention layer [num_tokens, hidden]
+    """
+    cos, sin, block_table, slot_mapping = view
+    heads, dim, ratio = weights.num_heads, weights.dim, weights.ratio
+    rows = weights.linear(x)
+    _store(rms_norm, rope, rows[:, heads * dim :], weights, pages, cos, sin, slot_mapping)
+    if block_table.shape[1] * pages.k.shape[2] <= weights.reach:
+        return None
+    lens, starts = seq_lens.tolist(), cu_query_lens.tolist()
+    long = [
+        number for number, length in enumerate(lens) if length > weights.reach and starts[number + 1] > starts[number]
+    ]
+    if not long:
+        return None
+    assert pages.block_keys is not None
+    tables, counts, found = [], [], []
+    for number in long:
+        here = slice(starts[number], starts[number + 1])
+        found.append(torch.arange(here.start, here.stop, device=x.device))
+        q = norm_rows(rms_norm, rows[here, : heads * dim].reshape(-1, heads, dim), weights.q_norm)
+        q = rope(q, cos[here], sin[here], False).float()
+        positions = torch.arange(lens[number] - q.shape[0], lens[number], device=x.device)
+        whole = lens[number] // ratio
+        per_page = pages.block_keys.shape[1]
+        own = block_table[number, : -(-lens[number] // (ratio * per_page))].long()
+        keys = pages.block_keys[own].flatten(0, 1)[:whole].float()
+        blocks = (own.unsqueeze(1) * per_page + torch.arange(per_page, device=x.device)).flatten()
+        for piece in range(0, q.shape[0], max(1, SCORE_BYTES // (4 * whole))):
+            part = slice(piece, piece + max(1, SCORE_BYTES // (4 * whole)))
+            chosen, tokens = _best(q[part], keys, positions[part], weights)
+            tables.append(torch.where(chosen < 0, -1, blocks[chosen.clamp(min=0)]))
+            counts.append(tokens)
+    kv_heads, per_page = pages.k.shape[1], pages.block_keys.shape[1]
+    table, tokens = torch.cat(tables), torch.cat(counts)
+    of_head = torch.arange(kv_heads, device=x.device).view(1, -1, 1)
+    table = table.unsqueeze(1)
+    table = torch.where(table < 0, -1, (table // per_page * kv_heads + of_head) * per_page + table % per_page)
+    short = torch.tensor([n for n in range(len(lens)) if n not in set(long)], dtype=torch.int64, device=x.device)
+    return Chosen(torch.cat(found), table.flatten(0, 1).int(), tokens.repeat_interleave(kv_heads).int(), short)
+
+
+def _store(
+    rms_norm: Callable[..., Tensor],
+    rope: Callable[..., Tensor],
+    keys: Tensor,
+    weights: IndexWeights,
+    pages: KVPages,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Write the tokens' keys [num_tokens, dim], and those of the blocks that they complete.
+
+    A page holds whole blocks, so a token's slot says whether it is the last of its block.
+    """
+    assert pages.index_keys is not None and pages.block_keys is not None
+    ratio, stored = weights.ratio, pages.index_keys.view(-1, weights.dim)
+    stored[slot_mapping] = keys.to(stored.dtype)
+    last = ((slot_mapping + 1) % ratio == 0).nonzero().flatten()
+    if not last.numel():
+        return
+    slots = slot_mapping[last]
+    block = stored[slots.unsqueeze(1) + torch.arange(1 - ratio, 1, device=slots.device)].float()
+    total = block[:, 0]
+    for token in range(1, ratio):
+        total = total + block[:, token]
+    mean = norm_rows(rms_norm, total.mul_(1 / ratio), weights.k_norm)
+    # the rotation of a block's first token, by the angle of its last one minus that of ratio - 1 positions
+    c, s = cos[last], sin[last]
+    first = c * weights.back[0] + s * weights.back[1], s * weights.back[0] - c * weights.back[1]
+    turned = rope(mean.unsqueeze(1), *first, False).squeeze(1)
+    pages.block_keys.view(-1, weights.dim)[slots // ratio] = turned.to(pages.block_keys.dtype)
+
+
+def _best(q: Tensor, keys: Tensor, positions: Tensor, weights: IndexWeights) -> tuple[Tensor, Tensor]:
+    """The blocks that queries see, ascending: int64 [n, top + 1], -1 after the last; and their tokens: int64 [n].
+
+    Of blocks with equal scores, such as 0, the first ones are seen.
+
+    q     float32 [n, heads, dim]
+    keys  float32 [whole blocks, dim]
+    """
+    ratio, top = weights.ratio, weights.top
+    scores = torch.zeros(q.shape[0], keys.shape[0], device=q.device)
+    for head in range(weights.num_heads):
+        scores += (q[:, head] @ keys.T).relu_()
+    whole = ((positions + 1) // ratio).unsqueeze(1)
+    number = torch.arange(keys.shape[0], device=q.device)
+    scores.masked_fill_(number >= whole, -1.0)
+    least = scores.topk(min(top, keys.shape[0]), sorted=False).values.amin(1, keepdim=True)
+    seen, equal = scores > least, scores == least
+    seen |= equal & (equal.cumsum(1) <= top - seen.sum(1, keepdim=True))
+    seen &= number < whole
+    count, rest = whole.clamp(max=top), (positions + 1) % ratio
+    place = torch.where(seen, seen.cumsum(1) - 1, top + 1)  # the last column is dropped
+    chosen = torch.full((q.shape[0], top + 2), -1, dtype=torch.int64, device=q.device)
+    chosen.scatter_(1, place, number.expand_as(place))
+    chosen.scatter_(1, count, torch.where(rest.unsqueeze(1) > 0, whole, -1))
+    return chosen[:, : top + 1], count.squeeze(1) * ratio + rest
+
+
+def by_block(pages: KVPages, ratio: int) -> KVPages:
+    """Pages of `ratio` tokens of one KV head, without copying: [pages * kv_heads * blocks of a page, 1, ratio, dim]."""
+
+    def cut(part: Tensor | None) -> Tensor | None:
+        return part if part is None or part.dim() == 1 else part.view(-1, 1, ratio, *part.shape[3:])
+
+    return KVPages(*(cut(part) for part in pages[:4]))  # type: ignore[arg-type]
+
+
+def sparse_attention(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    weights: AttentionWeights,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    chosen: Chosen | None,
+) -> Tensor:
+    """`attention` of every token over the tokens it sees: [num_tokens, num_heads * head_dim].
+
+    q   queries, with their gates where heads have gates: [num_tokens, num_heads, head_dim or 2 head_dim]
+    """
+    if chosen is None:
+        return attention(q, weights, pages, block_table, cu_query_lens, seq_lens)
+    assert weights.index is not None
+    out = q.new_empty(q.shape[0], weights.num_heads * weights.head_dim)
+    if chosen.short.numel():
+        starts = cu_query_lens.long()
+        counts = starts[chosen.short + 1] - starts[chosen.short]
+        rows = torch.cat([torch.arange(*pair, device=q.device) for pair in _bounds(starts, chosen.short)])
+        cu = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        places = block_table[chosen.short].contiguous(), cu, seq_lens[chosen.short].contiguous()
+        out[rows] = attention(q[rows].contiguous(), weights, pages, *places).to(out.dtype)
+    kv_heads = weights.num_kv_heads
+    of_group = replace(weights, num_heads=weights.num_heads // kv_heads, num_kv_heads=1, index=None)
+    count = chosen.rows.shape[0] * kv_heads
+    queries = q[chosen.rows].view(count, weights.num_heads // kv_heads, -1)
+    cu = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+    seen = attention(queries, of_group, by_block(pages, weights.index.ratio), chosen.block_table, cu, chosen.lens)
+    out[chosen.rows] = seen.view(chosen.rows.shape[0], -1).to(out.dtype)
+    return out
+
+
+def _bounds(starts: Tensor, sequences: Tensor) -> list[tuple[int, int]]:
+    ends = starts.tolist()
+    return [(ends[number], ends[number + 1]) for number in sequences.tolist()]
