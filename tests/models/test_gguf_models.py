@@ -624,9 +624,8 @@ def _qwen4(
         elif "ple.norm" in name:
             found[name] = tensor + 1
         else:
-            found[name.replace("model.layers.2.ple.ple_embedding.ngram_embedding", "ngrams")] = (
-                tensor.squeeze(1) if "ple.conv1d" in name else tensor
-            )
+            name = re.sub(r".*\.ngram_embedding\.", "ngrams.", name)
+            found[name] = tensor.squeeze(1) if "ple.conv1d" in name else tensor
     types = ["full_attention" if kind == "indexed_attention" else kind for kind in layers]
     return config | {"layer_types": types}, found
 
