@@ -17,6 +17,7 @@ TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
 )
+HYPER_RANK, NGRAM_HEADS, NGRAM_ROWS, NGRAM_LAYER = 320, 16, 1_000_003, 1
 MANY = 1 << 24  # from this many weights on a matrix gets random codes: quantizing would take minutes
 LOGIT_SCALE = 2.5  # standard deviation of the logits, about that of real models
 
@@ -43,6 +44,7 @@ class Shape(NamedTuple):
     latent: int = 0  # elements of a KV latent; the delta rules are then Kimi Delta Attention, with a shared expert
     query_latent: int = 0
     turned: int = 64  # elements of a query with RoPE, if there are latents
+    streams: int = 0  # residual streams of hyper-connections, with sparse attention and n-gram embeddings
 
 
 REAL = {
@@ -60,6 +62,10 @@ REAL = {
     # half of its layers
     "kimi-linear-48b-a3b": Shape(
         2304, 9216, 14, 32, 1, 128, "kimi-linear", False, 32_768, 256, 8, 1024, 4, 32, 32, latent=512
+    ),
+    # a sixth of its layers, and a twentieth of its n-gram table
+    "qwen3.8-flash-next": Shape(
+        2560, 640, 8, 24, 2, 256, "qwen4exp", False, 32_768, 512, 10, 640, 4, value_heads=48, streams=4
     ),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
@@ -81,7 +87,12 @@ def write_model(
     written.matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, written.better)
     for layer in range(shape.layers):
         written.layer(layer)
-    written.norm("output_norm")
+    if shape.streams:
+        written.hyper("output_hc", outer=True)
+        rows = NGRAM_HEADS * NGRAM_ROWS
+        written.matrix("per_layer_token_embd", rows, shape.hidden // NGRAM_HEADS, kind="IQ4_NL", size=16.0)
+    else:
+        written.norm("output_norm")
     if not shape.tied:
         written.matrix("output", vocab, shape.hidden, LOGIT_SCALE, written.better)
     written.file.write_header_to_file()
@@ -132,6 +143,43 @@ class _Writer:
             w.add_ssm_group_count(s.key_heads)
             w.add_ssm_time_step_rank(s.value_heads)
             w.add_ssm_inner_size(s.value_heads * s.state)
+        if s.streams:
+            self.stream_sizes()
+
+    def stream_sizes(self) -> None:
+        s, w, key = self.shape, self.file, f"{self.shape.arch}."
+        numbers = {"hyper_connection.count": s.streams, "hyper_connection.low_rank": HYPER_RANK}
+        numbers |= {"attention.indexer.head_count": 4, "attention.indexer.key_length": 128}
+        numbers |= {"attention.indexer.top_k": 2048, "ple.ngram_size": 3, "ple.heads_per_ngram": NGRAM_HEADS // 2}
+        numbers |= {"ple.conv_kernel": 4, "ple.eos_token_id": 0}
+        for name, number in numbers.items():
+            w.add_uint32(key + name, number)
+        w.add_array(f"{key}attention.compress_ratios", [4 * ((n + 1) % s.full_every == 0) for n in range(s.layers)])
+        w.add_array(f"{key}ple.layers", [NGRAM_LAYER])
+        w.add_expert_shared_feed_forward_length(s.expert_inner)
+        w.add_embedding_length_per_layer_input(s.hidden // NGRAM_HEADS)
+        lists = {"layer_multipliers": [23703573157769, 20109073645365, 8052911324071]}
+        lists |= {"head_vocab_sizes": [NGRAM_ROWS] * NGRAM_HEADS}
+        lists |= {"head_offsets": [NGRAM_ROWS * head for head in range(NGRAM_HEADS)]}
+        for name, values in lists.items():
+            w.add_key_value(f"{key}ple.{name}", values, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+
+    def hyper(self, base: str, *, outer: bool = False) -> None:
+        s = self.shape
+        wide = s.streams * s.hidden
+        self.norm(f"{base}_norm", wide)
+        self.matrix(f"{base}_down", HYPER_RANK, wide)
+        self.matrix(f"{base}_up", wide, HYPER_RANK, kind="Q8_0")
+        if not outer:
+            self.vector(f"{base}_inject.weight", s.streams, wide, deviation=wide**-0.5)
+
+    def ngrams(self, base: str) -> None:
+        wide = self.shape.streams * self.shape.hidden
+        self.matrix(f"{base}.ple_key", wide, self.shape.hidden)
+        self.matrix(f"{base}.ple_value", self.shape.hidden, self.shape.hidden)
+        for name in ("key", "query", "conv"):
+            self.norm(f"{base}.ple_norm_{name}", wide)
+        self.vector(f"{base}.ple_conv1d.weight", wide, 4, deviation=0.5)
 
     def latent_sizes(self) -> None:
         s, w = self.shape, self.file
@@ -174,7 +222,13 @@ class _Writer:
     def layer(self, layer: int) -> None:
         s, base, eighth = self.shape, f"blk.{layer}", self.shape.layers // 8
         more = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
-        self.norm(f"{base}.attn_norm")
+        if s.streams:
+            for block in ("attn", "ffn"):
+                self.hyper(f"{base}.hc_{block}")
+            if layer == NGRAM_LAYER:
+                self.ngrams(base)
+        else:
+            self.norm(f"{base}.attn_norm")
         if s.full_every and (layer + 1) % s.full_every:
             (self.kimi_delta if s.latent else self.delta_rule)(base)
         elif s.latent:
@@ -182,9 +236,11 @@ class _Writer:
         else:
             self.attention(base, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
-        self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
+        if not s.streams:
+            self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
         if s.experts and not (s.latent and layer == 0):
-            self.experts(base, self.better if more and self.of_experts == self.usual else self.of_experts)
+            of_down = self.better if more and self.of_experts == self.usual else self.of_experts
+            self.experts(base, "Q5_1" if s.expert_inner % 256 else of_down)
         else:
             self.matrix(f"{base}.ffn_gate", s.intermediate, s.hidden)
             self.matrix(f"{base}.ffn_up", s.intermediate, s.hidden)
@@ -197,6 +253,10 @@ class _Writer:
             gated = 2 if name == "q" and s.full_every else 1
             self.matrix(f"{base}.attn_{name}", gated * count, s.hidden, kind=of_values if name == "v" else "")
         self.matrix(f"{base}.attn_output", s.hidden, rows["q"])
+        if s.streams:
+            for name, count in (("q", 4 * 128), ("k", 128)):
+                self.matrix(f"{base}.indexer.{name}_proj", count, s.hidden, kind="Q8_0")
+                self.norm(f"{base}.indexer.{name}_norm", 128)
         if s.arch == "gpt-oss":
             for name, count in (rows | {"output": s.hidden}).items():
                 self.vector(f"{base}.attn_{name}.bias", count)
@@ -258,8 +318,11 @@ class _Writer:
         for name in ("gate", "up"):
             self.matrix(f"{base}.ffn_{name}_exps", s.expert_inner, s.hidden, kind=self.of_experts, experts=s.experts)
         self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
+        if s.streams:
+            self.vector(f"{base}.ffn_gate_inp_shexp.weight", s.hidden, deviation=s.hidden**-0.5)
         if s.latent:
             self.vector(f"{base}.exp_probs_b.bias", s.experts)
+        if s.latent or s.streams:
             for name, shape in (("gate", (s.expert_inner, s.hidden)), ("up", (s.expert_inner, s.hidden))):
                 self.matrix(f"{base}.ffn_{name}_shexp", *shape)
             self.matrix(f"{base}.ffn_down_shexp", s.hidden, s.expert_inner, kind=of_down)
@@ -320,6 +383,8 @@ def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int
 
 # positions of a block's float16 scales, and factors that centre its values: scale of the codes, then of the mins
 SCALES = {
+    "Q4_1": ((0, 1.0), (2, -7.5)),
+    "Q5_1": ((0, 1.0), (2, -15.5)),
     "Q2_K": ((80, 1.0), (82, 1.5)),
     "Q3_K": ((108, 1.0),),
     "Q4_K": ((0, 1.0), (2, 7.5)),

@@ -403,6 +403,11 @@ def _model_lines(row: Row) -> list[str]:
     lines = [
         f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file"
     ]
+    if (table := facts.ngrams) is not None:
+        lines.append(
+            f"n-gram table = {table.rows:,} rows of {table.dim} values: {table.nbytes:,} B that stay in the file;"
+            f" a token reads {len(table.sizes)} rows"
+        )
     for group in facts.cache_layers:
         layer, count = facts.keeping_layers[group[0]], sum(index < facts.num_layers for index in group)
         if not count or not isinstance(layer.mixer, Paged):  # a prediction head, which may be unused
@@ -412,10 +417,11 @@ def _model_lines(row: Row) -> list[str]:
         kept = f"2 × {count} layers{window} × {heads} heads × {keys}"
         if keys != values:  # latents, and the rotary part of the keys
             kept = f"{count} layers{window} × ({keys} + {values})"
-        if layer.mixer.index is not None:
-            kept += f" and {count} layers × {layer.mixer.index.dim} in 16 bits for the index,"
+        index, keys = layer.mixer.index, ""
+        if index is not None:
+            keys = f", and {index.dim + index.dim // index.ratio} in 16 bits for the index"
         one = kv_bytes_per_token([layer], kv)
-        lines.append(f"KV = {kept} values in {kv}: {one:,} B per layer and token")
+        lines.append(f"KV = {kept} values in {kv}{keys}: {one:,} B per layer and token")
     if state:
         stateful = len({layer for layers, _ in state_layers(facts) for layer in layers})
         lines.append(f"state = {stateful} layers of constant size: {state:,} B per sequence")

@@ -20,7 +20,7 @@ from localllm.models.architectures.facts import (
     kv_bytes_per_token,
     linear_shapes,
 )
-from localllm.models.architectures.layers import Experts
+from localllm.models.architectures.layers import Experts, LayerFacts
 from localllm.plan.placement import Placement, room_of
 from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
@@ -268,6 +268,17 @@ class Memory:
         """KV bytes of one sequence, including those of the draft model."""
         own = sum(g.page_bytes * g.needed for g in self.groups(ctx))
         return own + (0 if self.drafter is None else self.drafter.sequence_bytes(self.draft_ctx(ctx)))
+
+    def unseen_bytes(self, ctx: int) -> int:
+        """KV bytes that a token does not read: sparse attention reads chosen blocks, and a key per block."""
+        unseen = 0
+        for mixer in self.facts.attention:
+            if mixer.index is not None and ctx > mixer.index.reach:
+                own = kv_bytes_per_token((LayerFacts(replace(mixer, index=None), None),), self.kv)
+                keys = kv_bytes_per_token((LayerFacts(mixer, None),), self.kv) - own
+                read = mixer.index.reach * own + ctx * keys // (mixer.index.ratio + 1)
+                unseen += ctx * (own + keys) - read
+        return unseen
 
     def draft_ctx(self, ctx: int) -> int:
         """Context of the draft model, limited by its own maximum."""

@@ -61,6 +61,9 @@ _INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # compute slices, out of 7, in the n
 def launches_of(facts: ModelFacts, ctx: int) -> int:
     """Kernels that PyTorch launches one by one for a token at position `ctx` when no graph captures them."""
     mixed = sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
+    mixed += sum(mixer.index.launches for mixer in facts.attention if mixer.index is not None)
+    if facts.hyper is not None:
+        mixed += 2 * facts.num_layers * facts.hyper.launches
     return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))
 
 
@@ -159,7 +162,7 @@ class Speeds:
         eta = reached / bandwidth if reached and bandwidth else assumed
         steady = self.steady_eta(name, bandwidth, assumed)
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
-        full = read + memory.sequence_bytes(ctx)
+        full = read + memory.sequence_bytes(ctx) - memory.unseen_bytes(ctx)
         first, last = (0 if memory.captures else launches_of(facts, behind) for behind in (0, ctx))
         start, end, pace = (
             tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches, kind))

@@ -251,6 +251,11 @@ class HyperConnections:
         """(N, K) of the modules that reduce the streams to one vector after the last layer; its norm is `MIXER`'s."""
         return self._gates(MIXER, hidden)
 
+    @property
+    def launches(self) -> int:
+        """Kernel launches per block and token: norm, two products and three sigmoids, a sum over streams, the gains."""
+        return 30 + self.count
+
     def work(self, hidden: int, width: int) -> int:
         """Bytes per token while a block's input is computed: the streams, normed as well, and three float32 copies."""
         return self.count * hidden * (2 * width + 12)

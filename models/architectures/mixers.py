@@ -55,6 +55,11 @@ class TokenIndex:
         return (self.top + 1) * self.ratio - 1
 
     @property
+    def launches(self) -> int:
+        """Kernel launches per token of a long sequence: keys of tokens and blocks, queries, scores, the choice."""
+        return 70 + 2 * self.num_heads
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The input modules: queries, then keys."""
         names = ("index_qk_proj",) if self.fused else ("q_proj", "k_proj")

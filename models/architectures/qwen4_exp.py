@@ -25,7 +25,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import MIXER, HyperConnections, LayerFacts, NGrams, NGramTable, Norms
 from .mixers import Attention, GatedDelta, TokenIndex
-from .names import NameMap, gguf_names
+from .names import TOWER, NameMap, gguf_names
 from .qwen3_5 import DEFAULTS, GGUF_HYBRID, Qwen3_5Moe
 
 PAGE = 16  # the smallest page of the KV cache; it must hold whole blocks of the index
@@ -74,7 +74,8 @@ class Qwen4Exp(Qwen3_5Moe):
         if index is not None and keys.integer("indexer_kv_heads", 1, MAX_HEADS, 1) > 1:
             raise config.unsupported(f"{config.source} with several index keys per token")
         hyper = HyperConnections(keys.integer("hc_count", 2, MOST_STREAMS), keys.integer("hc_lowrank", 1, MAX_HIDDEN))
-        facts = replace(super().from_hf(config), vision=None, predictor=None)
+        facts = _without_head(super().from_hf(config))
+        _check_index(facts, index, keys)
         layers = [_layer(layer, hyper, index, gate == "sigmoid") for layer in facts.layers]
         listed = sorted(config.layer_numbers("ple_layer_ids"))  # counted from 1
         if not listed:
@@ -98,7 +99,8 @@ class Qwen4Exp(Qwen3_5Moe):
             keys.integer("hyper_connection.count", 2, MOST_STREAMS),
             keys.integer("hyper_connection.low_rank", 1, MAX_HIDDEN),
         )
-        facts = replace(super().from_gguf(config), predictor=None)
+        facts = _without_head(super().from_gguf(config))
+        _check_index(facts, index, keys)
         layers = [
             _layer(layer, hyper, index if own == ratio else None, sigmoid=True)
             for layer, own in zip(facts.layers, ratios, strict=True)
@@ -132,10 +134,19 @@ class Qwen4Exp(Qwen3_5Moe):
         found = super().names(checkpoint)
         start = found.top["model.norm"].removesuffix("norm")
         own = {f"{MIXER}.{name}": start + f"{MIXER}.{name}".removeprefix("model.") for name in _HYPER}
-        return replace(found, top={**found.top, **own}, parts={})
+        parts = {name: stored for name, stored in found.parts.items() if not name.startswith(TOWER)}
+        return replace(found, top={**found.top, **own}, parts=parts)
 
 
 _USUAL = {"indexed_attention": "full_attention"}
+
+
+def _without_head(facts: ModelFacts) -> ModelFacts:
+    """The facts without an MTP head, with the reason if the file has one."""
+    if facts.predictor is None:
+        return facts
+    flaw = "the MTP head reads all residual streams, which is not supported"
+    return replace(facts, predictor=None, predictor_flaw=flaw)
 
 
 def _index(keys: Fields, heads: str, dim: str, budget: str, ratio: str) -> TokenIndex | None:
@@ -156,11 +167,15 @@ def _indexed(keys: Fields, names: Sequence[str], ratio: int, key: str = "attenti
     return TokenIndex(keys.integer(heads, 1, MAX_HEADS), keys.integer(dim, 2, MAX_HEAD_DIM), ratio, tokens // ratio)
 
 
+def _check_index(facts: ModelFacts, index: TokenIndex | None, keys: Fields) -> None:
+    turned = max((mixer.rope.dim for mixer in facts.attention), default=0)
+    if index is not None and turned > index.dim:
+        raise bad(keys.path, f"attention rotates {turned} elements, and an index key has {index.dim}", key="indexer")
+
+
 def _layer(layer: LayerFacts, hyper: HyperConnections, index: TokenIndex | None, sigmoid: bool) -> LayerFacts:
     mixer = layer.mixer
     if isinstance(mixer, Attention) and index is not None:
-        if mixer.rope.dim > index.dim:
-            raise ValueError
         mixer = replace(mixer, index=index)
     elif isinstance(mixer, GatedDelta):
         mixer = replace(mixer, sigmoid_gate=sigmoid)

@@ -389,11 +389,14 @@ def allocating_model(facts: ModelFacts) -> Model:
         "gated_delta": segments.gated_delta,
         "short_conv": segments.short_conv,
         "mamba": segments.mamba,
+        "token_index": segments.token_index,
         "mlp": partial(segments.mlp, norm, gated, gated),
         "experts": segments.experts,
         "layer_input": segments.layer_input,
         "streams_in": segments.streams_in,
         "streams_out": segments.streams_out,
+        "hyper_in": segments.hyper_in,
+        "ngrams": segments.ngrams,
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(

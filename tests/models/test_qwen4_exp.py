@@ -1,0 +1,286 @@
+"""Qwen3.8-Flash-Next beside its arithmetic: names on the hub, the n-gram table, sparse attention, plans, refusals."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.config import EngineOptions
+from localllm.device.fake import MACHINES
+from localllm.errors import BadModelFile, ConfigError, LocalLLMError, UnsupportedModel
+from localllm.kernels import OpFacts
+from localllm.kernels.cpu.build import library
+from localllm.kernels.hyper import ngram_rows
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import IndexWeights, Linear, Norm
+from localllm.kernels.table import kernel_table
+from localllm.kernels.token_index import _best
+from localllm.kernels.verify.trial import SegmentTrial
+from localllm.models.architectures import open_model
+from localllm.models.architectures.facts import kv_bytes_per_token
+from localllm.models.architectures.sharding import check_span, check_world
+from localllm.models.calibration import hessians
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.samples import layer_samples, model_shapes
+from localllm.plan.planner import Planner
+
+from .test_gguf_models import write_gguf
+
+NAME, TABLE = "qwen4-exp", "model.layers.2.ple.ple_embedding.ngram_embedding"
+
+
+def prompt(length: int, seed: int = 5) -> list[int]:
+    return torch.randint(0, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).abs().max() / reference.abs().max())
+
+
+def logits(folder: Path, paged: Any, ids: list[int], **options: Any) -> Tensor:
+    with open_model(folder) as checkpoint:
+        return paged(load_model(checkpoint, LoadOptions(exact=True, **options))).all_logits(ids, [40])
+
+
+def published(model: Any, folder: Path, **changes: Any) -> Path:
+    """The checkpoint as the hub has it: below a wrapper, with a tower, an MTP head and a table in FP8 in four parts."""
+    text = {key: value for key, value in model.config.items() if key != "architectures"} | changes
+    text["layer_types"] = [name.replace("indexed", "full") for name in text["layer_types"]]
+    tensors: dict[str, Any] = dict.fromkeys(model.tensors)
+    tensors |= {name.replace("model.", "model.language_model.", 1): value for name, value in model.tensors.items()}
+    start = f"{TABLE.replace('model.', 'model.language_model.', 1)}."
+    rows = tensors.pop(f"{start}weight")
+    parts = (rows / 0.5).to(torch.float8_e4m3fn).chunk(4)
+    tensors |= {f"{start}shard_{number}.weight": part for number, part in enumerate(parts)}
+    tensors[f"{start}weight_scale"] = torch.tensor([0.5]).bfloat16()
+    tensors |= {"mtp.fc_hidden.weight": torch.ones(4, 4), "mtp.layers.0.self_attn.k_proj.weight": torch.ones(4, 4)}
+    tensors["model.visual.patch_embed.proj.weight"] = torch.ones(4, 3, 2, 2, 2)
+    config = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "text_config": text}
+    return model.save(folder, tensors, **config)
+
+
+def test_qwen4_exp_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny(NAME), prompt(60)
+    rows = (model.tensors[f"{TABLE}.weight"] / 0.5).to(torch.float8_e4m3fn).float() * 0.5
+    wanted = logits(model.save(tmp_path / "plain", {f"{TABLE}.weight": rows}), paged, ids)
+    folder = published(model, tmp_path / "published", mtp_num_hidden_layers=1)
+    assert torch.equal(logits(folder, paged, ids), wanted)
+    with open_model(folder) as checkpoint:
+        facts = checkpoint.facts
+        assert "is not supported: the model reads text only" in checkpoint.unread
+    assert facts.predictor is None and "reads all residual streams" in facts.predictor_flaw
+    table = facts.ngrams
+    assert table is not None and (table.rows, table.dim, len(table.shards)) == (240, 6, 4)
+    assert table.nbytes == 240 * 6
+    numbers = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    derived = {key: value for key, value in model.tensors.items() if key.rpartition(".")[2] not in numbers}
+    again = published(replace(model, tensors=derived), tmp_path / "derived")
+    assert torch.equal(logits(again, paged, ids), wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "IQ4_NL"])
+def test_rows_of_a_quantized_table(kind: str, tiny_of: Callable, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Rows of 32 values, as a block type needs them; the same rows in float32 give the same answers."""
+    model, ids, stored = tiny(NAME), prompt(40), gguf.GGMLQuantizationType[kind]
+    wide = {"ple_embed_dim": 128}
+    table = torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
+    if kind == "Q8_0":
+        data = gguf.quants.quantize(table.numpy(), stored)
+    else:
+        data = np.random.default_rng(0).integers(0, 256, (240, 18), dtype=np.uint8)
+        data[:, :2] = np.frombuffer(np.float16(0.02).tobytes(), np.uint8)
+    rows = torch.from_numpy(gguf.quants.dequantize(data, stored))
+    start = "model.layers.2.ple."
+    more = {f"{start}{name}_proj.weight": torch.randn(n, 128) * 0.1 for name, n in (("key", 132), ("value", 44))}
+    config = model.config | wide
+    plain = replace(model, config=config, tensors=model.tensors | more | {f"{TABLE}.weight": rows})
+    path = write_gguf(tmp_path / "plain.gguf", config, plain.tensors, gguf.GGMLQuantizationType.F32)
+    wanted = logits(path, paged, ids)
+    packed = tmp_path / "packed.gguf"
+    _with_table(path, packed, data, stored)
+    assert torch.equal(logits(packed, paged, ids), wanted)
+
+
+def _with_table(source: Path, target: Path, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
+    """A copy of a file with another n-gram table."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen4exp")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        own = tensor.name == "per_layer_token_embd.weight"
+        writer.add_tensor(tensor.name, data if own else tensor.data, raw_dtype=kind if own else tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_table_that_was_cut_off_meanwhile_is_an_error(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    folder = tiny(NAME).save(tmp_path)
+    with open_model(folder) as checkpoint:
+        info = checkpoint.tensors[f"{TABLE}.weight"]
+        model = load_model(checkpoint, LoadOptions(exact=True))
+    os.truncate(folder / "model.safetensors", info.offset)
+    with pytest.raises(BadModelFile, match=r"ends before row \d+ of the n-gram table") as caught:
+        paged(model).all_logits(prompt(20), [20])
+    assert "pull" in caught.value.hint
+
+
+def test_n_grams_end_where_a_text_ends() -> None:
+    """Hashes of pairs and triples, by hand; a second step continues the first."""
+    multipliers, sizes, offsets = torch.tensor([3, 5, 7]), torch.tensor([11, 13]), torch.tensor([0, 11])
+    end, ids = 9, [4, 6, 9, 2, 8, 1]
+
+    def row(token: int, one: int, two: int) -> list[int]:
+        pair = token * 3 ^ one * 5
+        return [pair % 11, (pair ^ two * 7) % 13 + 11]
+
+    before = [(9, 9), (4, 9), (6, 4), (9, 9), (2, 9), (8, 2)]  # what precedes the first token, or an end, counts as end
+    wanted = torch.tensor([row(token, *pair) for token, pair in zip(ids, before, strict=True)])
+    for cut in range(1, 6):
+        last, slot = torch.zeros(3, 2), torch.tensor([1])
+        args = multipliers, sizes, offsets, end
+        first = ngram_rows(torch.tensor(ids[:cut]), last, slot, torch.tensor([0, cut]), *args)
+        second = ngram_rows(torch.tensor(ids[cut:]), last, slot, torch.tensor([0, 6 - cut]), *args)
+        assert torch.equal(torch.cat([first, second]), wanted)
+        assert last.tolist() == [[0, 0], [9, 2], [0, 0]]
+
+
+def test_of_equal_scores_the_first_blocks_are_seen() -> None:
+    index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
+    keys = torch.tensor([[0.0, 0], [0, 0], [1, 0], [0, 0], [2, 0], [0, 0]])
+    q = torch.tensor([[[1.0, 0]], [[1.0, 0]], [[-1.0, 0]], [[1.0, 0]]])
+    chosen, tokens = _best(q, keys, torch.tensor([23, 25, 25, 9]), index)
+    assert chosen.tolist() == [[0, 2, 4, -1], [0, 2, 4, 6], [0, 1, 2, 6], [0, 1, 2, -1]]
+    assert tokens.tolist() == [12, 14, 14, 10]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])
+def test_other_kv_formats_stay_close(kv: str, loaded: Callable, paged: Any) -> None:
+    """Short sequences, so that rounded index keys cannot choose other blocks; a long one runs and differs little."""
+    model, ids = loaded(NAME), prompt(14)
+    exact = paged(model).all_logits(ids, [9])
+    found = paged(model, kv=kv).all_logits(ids, [9])
+    assert 0 < relative_error(found, exact) < 0.15
+    assert bool(paged(model, kv=kv).all_logits(prompt(60), [33]).isfinite().all())
+
+
+def test_pages_hold_index_keys_of_tokens_and_blocks(loaded: Callable, paged: Any) -> None:
+    driver = paged(loaded(NAME))
+    driver.all_logits(prompt(30), [30])
+    pages = driver.cache.layers[1]
+    assert isinstance(pages, KVPages) and pages.index_keys is not None and pages.block_keys is not None
+    assert pages.index_keys.shape[1:] == (16, 12) and pages.block_keys.shape[1:] == (4, 12)
+    first, second = driver.tables[0][0][:2]
+    assert bool(pages.index_keys[first].any(-1).all()) and bool(pages.block_keys[first].any(-1).all())
+    assert pages.block_keys[second].any(-1).tolist() == [True, True, True, False]  # 14 tokens
+    facts = loaded(NAME).facts
+    plain = sum(2 * 2 * 24 * 2 for _ in range(2))
+    assert kv_bytes_per_token(facts.layers, "bf16") == plain + 2 * 2 * 15
+    assert driver.cache.page_bytes(0) == 16 * kv_bytes_per_token(facts.layers, "f32")
+
+
+@pytest.mark.skipif(bool(library().reason), reason="no C compiler")
+def test_c_segments_return_a_blocks_output_alone(loaded: Callable) -> None:
+    model = loaded(NAME)
+    facts = OpFacts(kv_format="f32", num_heads=4, num_kv_heads=2, head_dim=24, gated=True)
+    table = kernel_table(facts)
+    names = dict(table.ops)
+    shapes = model_shapes(model.facts, facts)
+    views = [-1, 0, -1, 0]
+    samples = layer_samples(model.layers, views)
+    trial = SegmentTrial(shapes, samples, model.embedding, model.head, lambda _, at: model._ropes[0].rows(at, 64))
+    for name in ("attn_in", "attention", "attn_out", "gated_delta", "experts", "decoder", "step"):
+        assert names[name] == "c" or names[name] != "composed"
+        assert trial.error(name, table) == ""
+
+
+def test_the_plan_knows_what_stays_in_the_file(tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny(NAME).save(tmp_path)) as checkpoint:
+        facts = checkpoint.facts
+    assert facts.ngrams is not None
+    beside = facts.ngrams.rows * facts.ngrams.dim + 3 + 2 * 4  # the table and the numbers of its hash
+    assert facts.num_params == sum(tensor.numel() for tensor in tiny(NAME).tensors.values()) - beside
+    on_cpu, on_gpu = (Planner(MACHINES[name]).plan(facts) for name in ("cpu", "rtx4090"))
+    assert on_cpu.fits and on_gpu.fits and on_gpu.graph_buckets == ()
+    conv = 3 * 44 * 2 * 3 + 2
+    delta = 96 * 3 + 4 * 14 * 10
+    assert facts.state_bytes == 4 * (2 * delta + conv)
+    assert on_gpu.num_slots >= EngineOptions().max_parallel
+
+
+def test_ranks_cannot_divide_it_and_no_hint_says_so(loaded: Callable) -> None:
+    facts = loaded(NAME).facts
+    with pytest.raises(ConfigError, match="hyper-connections") as caught:
+        check_world(facts, 2)
+    assert caught.value.hint == "use one GPU"
+    with pytest.raises(ConfigError, match="several residual streams") as caught:
+        check_span(facts, (0, 2))
+    assert caught.value.hint == "use one GPU"
+
+
+def test_it_cannot_be_calibrated(tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny(NAME).save(tmp_path)) as checkpoint:
+        with pytest.raises(UnsupportedModel, match="cannot be calibrated") as caught:
+            next(hessians(checkpoint, [[1, 2, 3]]))
+        assert "--calib none" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hc_count": 1}, "hc_count: must be 2 to 16, not 1"),
+        ({"hc_lowrank": 8}, r"input_mix_weight_down\.weight: the weight has shape \[9, 132\]"),
+        ({"output_gate_type": "relu"}, "output_gate_type: is 'relu'"),
+        ({"indexer_compress_ratio": 3}, "blocks of 3 tokens do not fit in pages of 16"),
+        ({"indexer_budget": 10}, "indexer_budget: is 10, not a multiple of 4 tokens"),
+        ({"indexer_head_dim": 4}, "rotates 6 elements, and an index key has 4"),
+        ({"indexer_kv_heads": 2}, "several index keys per token"),
+        ({"indexer_n_heads": None}, "indexer_n_heads: is missing"),
+        ({"ple_layer_ids": [2]}, "layer 1 has n-gram embeddings, but it is not a gated delta layer"),
+        ({"ple_layer_ids": [1, 3]}, "n-gram embeddings in 2 layers"),
+        ({"ple_layer_ids": [0]}, "layer -1 has n-gram embeddings"),
+        ({"ple_embed_dim": 26}, "ple_embed_dim: is 26, not a multiple of 4 heads"),
+        ({"ple_embed_dim": 28}, r"shape \[240, 6\], expected rows of 7 elements"),
+        ({"eos_token_id": None}, "eos_token_id: is missing; n-grams end there"),
+        ({"ple_conv_kernel_size": 4}, r"ple\.conv1d\.weight: has shape \[132, 1, 3\], expected"),
+        ({"vocab_size": 98}, r"embed_tokens\.weight"),
+    ],
+)
+def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny(NAME).save(tmp_path, **changes)) as checkpoint:
+        with pytest.raises(LocalLLMError, match=words) as caught:
+            _ = checkpoint.facts
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("weight", None, "the n-gram table is missing"),
+        ("weight", torch.ones(200, 6), "the n-gram heads need 240 rows, and the table has 200"),
+        ("weight", torch.ones(240, 6, dtype=torch.int8), "stored as I8, which is not supported"),
+        ("weight", torch.ones(240, 6).to(torch.float8_e4m3fn), "the scale of the n-gram table is missing"),
+        ("layer_multipliers", torch.tensor([1, 2**62, 3]), "a multiplier of the n-gram hash is out of range"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named(
+    name: str, value: Any, words: str, tiny: Callable, tmp_path: Path
+) -> None:
+    full = f"{TABLE}.{name}" if name == "weight" else f"{TABLE.removesuffix('.ngram_embedding')}.{name}"
+    with open_model(tiny(NAME).save(tmp_path, {full: value})) as checkpoint:
+        with pytest.raises(LocalLLMError, match=words) as caught:
+            _ = checkpoint.facts
+        assert caught.value.hint
