@@ -11,6 +11,7 @@
     streams_in   with several residual streams: predict all, select the first for the layer, LAuReL
     streams_out  correct all streams with the layer's output, per-layer input
     hyper_in     with hyper-connections: a block's input, and the gains of its output
+    hyper_out    add a block's output to all streams
     ngrams       add n-gram embeddings to all streams
     token_index  with sparse attention: store index keys, choose what queries see
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual if the model has one)
@@ -92,6 +93,7 @@ class KernelTable:
     streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]]
     streams_out: Callable[..., Tensor]
     hyper_in: Callable[..., tuple[Tensor, Tensor]]
+    hyper_out: Callable[..., Tensor]
     ngrams: Callable[..., Tensor]
     head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
@@ -195,6 +197,7 @@ def decoder(
     streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]],
     streams_out: Callable[..., Tensor],
     hyper_in: Callable[..., tuple[Tensor, Tensor]],
+    hyper_out: Callable[..., Tensor],
     ngrams: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
@@ -363,12 +366,14 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "streams_in": (streams_in, ("rms_norm",)),
     "streams_out": (streams_out, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "hyper_in": (hyper_in, ("rms_norm",)),
+    "hyper_out": (hyper_out, ()),
     "ngrams": (ngrams, ("rms_norm", "causal_conv")),
     "decoder": (
         decoder,
         (
             *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba"),
-            *("token_index", "mlp", "experts", "layer_input", "streams_in", "streams_out", "hyper_in", "ngrams"),
+            *("token_index", "mlp", "experts", "layer_input", "streams_in", "streams_out"),
+            *("hyper_in", "hyper_out", "ngrams"),
         ),
     ),
     "step": (step, ("decoder", "head")),

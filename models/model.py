@@ -121,7 +121,8 @@ class Model:
         self.head = head
         self.table = table
         # for the run summary: op -> name of its implementation; the loader adds the layer classes
-        self.kernels = dict(table.ops)
+        whole = ("decoder", "step") if facts.hyper is not None else ()  # such layers always run one by one
+        self.kernels = {name: impl for name, impl in table.ops if name not in whole}
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader

@@ -1,13 +1,13 @@
 """The table of n-gram embeddings: tens of gigabytes, of which a token reads a few rows. It stays in the file.
 
 Rows are read with `pread`, not through a mapping: a file that is truncated meanwhile then raises an error instead of
-killing the process. The system's page cache holds the rows that were read lately.
+killing the process. All rows of a step are announced before the first is read, so that a disk serves them together, and
+without read-ahead, which would fetch 128 KiB for each. The system's page cache holds the rows that were read lately.
 """
 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,6 @@ from .architectures.layers import NGramTable
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 
-READERS = 16  # rows read from disk at the same time: an SSD needs about as many to reach its rate of random reads
-ALONE = 64  # up to this many rows, one thread reads them all
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 
 
@@ -52,7 +50,6 @@ class NGramRows:
         self._scale = scale
         self._row_bytes = facts.nbytes // facts.rows
         self._numbers = tuple(torch.tensor(each) for each in (facts.multipliers, facts.sizes, facts.offsets))
-        self._pool = ThreadPoolExecutor(READERS, "ngrams")
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, dtype: torch.dtype) -> Tensor:
         """The rows of each token side by side: [num_tokens, heads * dim]. Updates the sequences' last tokens."""
@@ -70,21 +67,19 @@ class NGramRows:
         flat, size = ids.flatten().numpy(), self._row_bytes
         data = np.empty((len(flat), size), np.uint8)
         owners = np.searchsorted(self._ends, flat, side="right")
-
-        def fill(numbers: range) -> None:
-            for number in numbers:
-                shard = self._shards[owners[number]]
-                first = self._ends[owners[number] - 1] if owners[number] else 0
-                row = os.pread(shard.file, size, shard.offset + (int(flat[number]) - int(first)) * size)
-                if len(row) < size:
-                    what = f"{shard.path.name}: ends before row {flat[number]:,} of the n-gram table: it has changed"
-                    raise BadModelFile(what, "restart, or download the model again (localllm pull)")
-                data[number] = np.frombuffer(row, np.uint8)
-
-        if len(flat) <= ALONE:
-            fill(range(len(flat)))
-        else:
-            list(self._pool.map(fill, (range(start, len(flat), READERS) for start in range(READERS))))
+        firsts = np.concatenate([[0], self._ends[:-1]])[owners]
+        places = [
+            (self._shards[owner], self._shards[owner].offset + row * size)
+            for owner, row in zip(owners.tolist(), (flat - firsts).tolist(), strict=True)
+        ]
+        for shard, offset in places:
+            os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
+        for number, (shard, offset) in enumerate(places):
+            row = os.pread(shard.file, size, offset)
+            if len(row) < size:
+                what = f"{shard.path.name}: ends before row {flat[number]:,} of the n-gram table: it has changed"
+                raise BadModelFile(what, "restart, or download the model again (localllm pull)")
+            data[number] = np.frombuffer(row, np.uint8)
         raw = torch.from_numpy(data)
         plain = _DTYPES.get(self._dtype)
         rows = dequantize_blocks(raw, self._dtype) if plain is None else raw.view(plain).float()
@@ -104,6 +99,8 @@ def open_ngrams(checkpoint: OpenModel, facts: ModelFacts) -> NGramRows:
     for name in table.shards:
         info = checkpoint.tensors[name]
         end += info.shape[0]
-        shards.append(_Shard(os.open(info.file, os.O_RDONLY | os.O_CLOEXEC), info.file, info.offset, end))
+        file = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        shards.append(_Shard(file, info.file, info.offset, end))
     scale = float(read_dense(checkpoint, table.scale).float()) if table.scale else 1.0
     return NGramRows(table, layer, shards, checkpoint.tensors[table.shards[0]].dtype, scale)

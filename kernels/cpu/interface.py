@@ -187,6 +187,12 @@ class CMambaLayer(ctypes.Structure):
     ]
 
 
+class CHyperLayer(ctypes.Structure):
+    """`ll_hyper_layer`."""
+
+    _fields_ = [*_each(c_int64, "hidden count rank"), ("norm", CNorm), *_each(CLinear, "down up")]
+
+
 class CHeadLayer(ctypes.Structure):
     """`ll_head_layer`."""
 
@@ -245,6 +251,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
+    "ll_hyper_in": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+    "ll_hyper_out": (None, (*[c_int64] * 3, *[c_void_p] * 3)),
     "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_argmax": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "ll_top": (c_int64, (c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p)),
@@ -291,7 +299,7 @@ def declare(lib: ctypes.CDLL) -> None:
         function.restype = result
         function.argtypes = arguments
     layers = (CAttentionLayer, CDeltaLayer, CConvLayer, CMambaLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer)
-    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CDecoderLayer, CAdapters, CLowRank)))
+    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CDecoderLayer, CAdapters, CLowRank, CHyperLayer)))
     sizes += SLOTS.size + SEQUENCES.size + PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size
     sizes += PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:

@@ -24,6 +24,7 @@ from ..layer_weights import (
     DeltaWeights,
     ExpertsWeights,
     HeadWeights,
+    HyperWeights,
     LatentWeights,
     Linear,
     MambaWeights,
@@ -40,6 +41,7 @@ from .interface import (
     CDeltaLayer,
     CExpertsLayer,
     CHeadLayer,
+    CHyperLayer,
     CLatentLayer,
     CLinear,
     CMambaLayer,
@@ -255,6 +257,15 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         down=ctypes.addressof(down),
     )
     return Layer(struct, kept)
+
+
+def hyper_layer(w: HyperWeights) -> Layer | None:
+    """`ll_hyper_layer`."""
+    kept: list[Any] = []
+    down, up = _linear(w.down, kept), _linear(w.up, kept)
+    if down is None or up is None:
+        return None
+    return Layer(CHyperLayer(up.n // w.count, w.count, w.rank, _norm(w.norm, kept), down, up), kept)
 
 
 def head_layer(w: HeadWeights) -> Layer | None:

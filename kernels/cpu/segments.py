@@ -28,6 +28,7 @@ from ..layer_weights import (
     ExpertsWeights,
     FeedForwardWeights,
     HeadWeights,
+    HyperWeights,
     LatentWeights,
     LayerCache,
     LayerCall,
@@ -66,6 +67,7 @@ from .layers import (
     delta_layer,
     experts_layer,
     head_layer,
+    hyper_layer,
     latent_layer,
     mamba_layer,
     mlp_layer,
@@ -244,6 +246,28 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)
     _check(lib().ll_experts(layer.address, x.shape[0], x.data_ptr()))
+    return x
+
+
+def hyper_in(composed: Callable[..., Any], x: Tensor, weights: HyperWeights) -> tuple[Tensor, Tensor]:
+    """`hyper.hyper_in`."""
+    layer = _layer_of(weights.down, weights, hyper_layer)
+    if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
+        found: tuple[Tensor, Tensor] = composed(x, weights)
+        return found
+    count = x.shape[0]
+    mixed, gains = torch.empty((count, x.shape[1] // weights.count)), torch.empty((count, weights.count))
+    _check(lib().ll_hyper_in(layer.address, x.data_ptr(), count, mixed.data_ptr(), gains.data_ptr()))
+    return mixed, gains
+
+
+def hyper_out(composed: Callable[..., Tensor], x: Tensor, output: Tensor, gains: Tensor) -> Tensor:
+    """`hyper.hyper_out`."""
+    given = (x, output, gains)
+    if not all(part.dtype is torch.float32 and part.is_contiguous() for part in given):
+        return composed(*given)
+    sizes = output.shape[1], gains.shape[1], x.shape[0]
+    lib().ll_hyper_out(*sizes, output.data_ptr(), gains.data_ptr(), x.data_ptr())
     return x
 
 

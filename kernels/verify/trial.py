@@ -59,6 +59,7 @@ ROWS = 64  # output features of a linear layer that are compared, including the 
 A_FEW = ((1, 1), (3, 21))
 SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (5, 21)), ((1, 1), (11, 21)))}
 FEEDS = ("mlp", "experts")
+HYPER = ("hyper_in", "hyper_out")
 SEEN = 4  # random tokens behind each state, so that it is about as large as what a step adds to it
 
 
@@ -471,8 +472,9 @@ class SegmentTrial:
             if name in _segments_of(*layer):
                 outputs = []
                 for call in (run, REFERENCES[name]):
-                    cache = None if name in FEEDS else self._cache(layer[0])
-                    outputs.append(([call(*self._arguments(name, layer, cache))], [cache]))
+                    cache = None if name in FEEDS + HYPER else self._cache(layer[0])
+                    found = call(*self._arguments(name, layer, cache))
+                    outputs.append((list(found) if isinstance(found, tuple) else [found], [cache]))
                 if problem := _compare_kept(outputs, self._tolerance):
                     return problem
         return ""
@@ -483,6 +485,11 @@ class SegmentTrial:
         x = x.clone()
         if name in FEEDS:
             return x, ffn
+        if name in HYPER:
+            weights = mixer.hyper
+            wide = torch.randn((x.shape[0], weights.norm.weight.shape[0]), generator=seeded(27)).to(x)
+            gains = torch.rand((x.shape[0], weights.count), generator=seeded(28)).to(x.device)
+            return (wide, weights) if name == "hyper_in" else (wide, x, gains)
         if name == "latent_attention":
             return x, mixer, cache, views[view], cu, lens
         if not isinstance(mixer, AttentionWeights):
@@ -516,6 +523,7 @@ def _parts(states: StateSlots) -> list[Tensor]:
 def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str, ...]:
     """The segments of a layer that are tried one by one."""
     feed = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
+    feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
         return "attn_in", "attention", "attn_out", *feed
     if mixer is None:

@@ -396,6 +396,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "streams_in": segments.streams_in,
         "streams_out": segments.streams_out,
         "hyper_in": segments.hyper_in,
+        "hyper_out": segments.hyper_out,
         "ngrams": segments.ngrams,
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
