@@ -98,7 +98,7 @@ class Taps:
 
 class Model:
     """A decoder, built by `loader.load_model`. Immutable afterwards, except that RoPE tables grow, `exchange` moves
-    experts between host and device memory, and a drafter sets `taps`.
+    experts between host and device memory, and a runner sets `taps`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Model:
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader
-        self.taps: Taps | None = None  # set by a drafter
+        self.taps: Taps | None = None  # set by a runner whose drafter reads them
         # layers and their caches cut at these stops, as in the last step with `taps`
         self._cut: tuple[object, object, tuple[int, ...], Sequence[Any]] | None = None
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # applied to pooled vectors

@@ -47,7 +47,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.name not in GROUP_SIZES:
-            raise ValueError(f"{self.name!r} must be one of {', '.join(GROUP_SIZES)}")
+            raise ValueError(f"the format must be one of {', '.join(GROUP_SIZES)}, not {self.name!r}")
         allowed = GROUP_SIZES[self.name]
         if self.group_size == 0:
             object.__setattr__(self, "group_size", allowed[0])

@@ -196,7 +196,7 @@ class InProcessBackend(ChatBackend):
         self.llm = llm
         llm.keeps_pace, llm.keeps_weights = True, self._on_keep is not None
         gc.freeze()  # torch and the model's facts stay: scanning them would stop every thread for 75 ms at a time
-        local_models.remember_model(name)
+        local_models.remember_model(name, chats=llm.has_chat_template)
         self._on_loaded(name, self.llm)
         self._events.extend(held)
         return self.llm

@@ -32,7 +32,7 @@ def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
 
     load = partial(LLM, choice.name, options, offline=env.offline)
     llm = watched(env, choice.shown, lambda tell, cancel: load(on_progress=tell, cancel=cancel))
-    hub.remember_model(choice.name)
+    hub.remember_model(choice.name, chats=llm.has_chat_template)
     return llm
 
 

@@ -31,7 +31,7 @@ class Choice:
 
 
 def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
-    """The model to run. None: the one in the settings, the one used last, a local one, the starter.
+    """The model to run. None: the one in the settings, the chat model used last, a local one, the starter.
 
     Raises ModelNotFound when it is not here and may not be downloaded.
     """

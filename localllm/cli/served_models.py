@@ -175,6 +175,6 @@ class HubLoader:
         if isinstance(options.ctx, int):
             options = replace(options, ctx=self.plan(model, machine).ctx)
         llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)
-        hub.remember_model(model.source)
+        hub.remember_model(model.source, chats=llm.has_chat_template)
         llm.keeps_pace, llm.keeps_weights = True, False  # shutdown waits for unfinished writes
         return llm

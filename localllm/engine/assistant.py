@@ -56,7 +56,7 @@ class AssistantDrafter:
     deep = 4
     at_once = False
     reach = ANY_LENGTH
-    reads_layers = False
+    taps = None
     kept_bytes = 0  # the pages it reads are the model's
 
     def __init__(self, runner: Runner, own: AssistantModel, vocab_size: int, share: float) -> None:

@@ -66,7 +66,6 @@ class DFlashDrafter:
 
     name = "draft"
     at_once = True
-    reads_layers = True
     kept_bytes = 0  # its pages are the model's
 
     def __init__(self, runner: Runner, own: DFlashModel, inputs: DecodeInputs, captured: int, share: float) -> None:
@@ -85,15 +84,14 @@ class DFlashDrafter:
         self.extend: Callable[[Sequence, int], bool] = lambda *_: False
         hidden, dtype = self._model.facts.hidden_size, self._model.embedding.dtype
         few = max(captured, MOST_FEW), len(own.taps), hidden
-        self._taps = Taps(own.taps, torch.zeros(few, dtype=dtype, device=self._cache.device))
-        self._model.taps = self._taps
+        self.taps = Taps(own.taps, torch.zeros(few, dtype=dtype, device=self._cache.device))
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """A step was computed. Its hidden states are read at once if they fill a page, which others may then share, and
         those of prompts; else they wait, because reading few takes as long as reading many.
         """
         count, row, full = hidden.shape[0], 0, []
-        rows = self._taps.rows(count).flatten(1)
+        rows = self.taps.rows(count).flatten(1)
         for part in step.scheduled:
             sequence, end = part.sequence, part.start + part.num_tokens
             heard: _Heard | None = sequence.heard
@@ -109,7 +107,7 @@ class DFlashDrafter:
             if fills or count > MOST_FEW or part.start < sequence.num_prompt_tokens:
                 full.append((sequence, len(heard.rows)))
         self._read(full)
-        self._taps.many = None
+        self.taps.many = None
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
         """Draft greedily; empty for sequences whose hidden states are missing, or that have no room for a block."""
@@ -180,7 +178,7 @@ class DFlashDrafter:
         with torch.inference_mode():  # compile what stores keys and values; these go to the scratch page
             for count in (1, self._block):
                 self._inputs.load((), rows=count)
-                store(self._own, self._cache, self._inputs.batch(count), self._taps.rows(count).flatten(1))
+                store(self._own, self._cache, self._inputs.batch(count), self.taps.rows(count).flatten(1))
         sizes = [blocks * self._block for blocks in CAPTURED if blocks * self._block <= self._inputs.most]
         wanted = {size: self._masks(size, self.deep) for size in sizes}
 

@@ -12,6 +12,7 @@ from localllm.request import Timing
 from .sequence import Sequence
 
 PACE_TOKENS = 64  # shorter answers are too noisy to measure the decode speed
+PACE_SHARE = 0.5  # with fewer of its tokens computed one by one, most of an answer's time went into verifying drafts
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -61,7 +62,7 @@ class EngineStats:
     used_tokens: int = 0  # tokens of running sequences in the KV cache
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0
-    fastest_tps: float = 0.0  # decode speed of the fastest answer of at least `PACE_TOKENS`, without speculation
+    fastest_tps: float = 0.0  # decode speed of the fastest answer of at least `PACE_TOKENS`, without drafts
 
 
 def timing_of(sequence: Sequence) -> Timing:

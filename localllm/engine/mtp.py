@@ -71,7 +71,7 @@ class HeadDrafter:
     deep = 1
     at_once = False
     reach = ANY_LENGTH
-    reads_layers = False
+    taps = None
     kept_bytes = 0  # its pages are the model's
 
     def __init__(self, runner: Runner, vocab_size: int, share: float) -> None:

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from localllm.errors import LocalLLMError
 from localllm.request import FinishReason, Request, TokenEvent, Usage
 
-from .metrics import PACE_TOKENS, timing_of
+from .metrics import PACE_SHARE, PACE_TOKENS, timing_of
 from .scheduler import Scheduler
 from .sequence import Sequence
 
@@ -117,9 +117,9 @@ class Publisher:
             event.text = sequence.stop_check.take(last=True)
         event.usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)
         event.timing = timing_of(sequence)
-        if sequence.num_output_tokens >= PACE_TOKENS:
-            own = 1 - sequence.num_accepted_tokens / sequence.num_output_tokens  # without accepted draft tokens
-            self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps * own)
+        own = sequence.num_output_tokens - sequence.num_accepted_tokens  # without accepted draft tokens
+        if sequence.num_output_tokens >= PACE_TOKENS and own >= PACE_SHARE * sequence.num_output_tokens:
+            self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps * own / sequence.num_output_tokens)
         forks, sequence.pending_forks = sequence.pending_forks, 0
         self.add(event)
         for index in range(1, forks + 1):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
-from localllm.models.model import Model
+from localllm.models.model import Model, Taps
 
 from .batch import BatchBuilder, row_range
 from .cuda_graph import DecodeGraphs, Shape
@@ -90,12 +90,14 @@ class ForwardOutput:
 class Listener(Protocol):
     """Receives the hidden states of every computed token.
 
-    reads_layers  also the outputs of single layers, which a fused step does not show
-    reach         as in `PaidDrafter`
+    reach   as in `PaidDrafter`
     """
 
-    reads_layers: bool
     reach: int
+
+    @property
+    def taps(self) -> Taps | None:
+        """Where the outputs of single layers go, if it reads them: a fused step does not show them."""
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """Called after every forward pass. `hidden` [num_tokens, hidden] is before the final norm."""
@@ -121,9 +123,21 @@ class Runner:
         self.vocab_size = vocab_size
         self.graphs = graphs
         self.sampler = sampler
-        self.listener: Listener | None = None  # receives the hidden states of every token
+        self._listener: Listener | None = None
         self.beside: dict[str, DecodeGraphs] = {}  # graphs of the drafters, by name
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
+
+    @property
+    def listener(self) -> Listener | None:
+        """Receives the hidden states of every token. While there is none, the model copies no layer's outputs, except
+        in steps that were captured before.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        self._listener = listener
+        self.model.taps = None if listener is None else listener.taps
 
     def capture(
         self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
@@ -181,7 +195,7 @@ class Runner:
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
-            by_layer = self.listener is not None and self.listener.reads_layers
+            by_layer = self.listener is not None and self.listener.taps is not None
             # not every row is wanted, for example, where a grammar forced some of the tokens
             if by_layer or batch.images or not batch.wants_every_row:
                 hidden = self._forward_and_notify(step, batch)

@@ -134,7 +134,9 @@ class History:
 
     def find(self, name: str) -> SavedChat:
         """The chat whose id starts with `name`; `last` is the one changed last. Raises ChatNotFound."""
-        if name == "last" and (latest := self.chats(1)):
+        if name == "last":  # ids are hexadecimal
+            if not (latest := self.chats(1)):
+                raise ChatNotFound("no chat has been saved yet", "localllm chat")
             return latest[0]
         found = self._chats("WHERE c.id LIKE ? ESCAPE '\\' LIMIT 2", _escaped(name.lower()) + "%") if name else []
         if len(found) != 1:

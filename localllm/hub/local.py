@@ -40,14 +40,13 @@ def scan() -> list[LocalModel]:
 
 def list_local() -> list[LocalModel]:
     """List all models on this machine with their facts, in the order of `scan`."""
-    used = _state().get("used", {})
-    return [describe(f, used.get(f.name) if isinstance(used, dict) else None) for f in scan()]
+    times, _ = _used()
+    return [describe(f, times.get(f.name)) for f in scan()]
 
 
-def describe(found: LocalModel, last_used: object = None) -> LocalModel:
+def describe(found: LocalModel, last_used: float | None = None) -> LocalModel:
     """Open one model and add its facts; problems are reported in fields, not as exceptions."""
-    is_moment = isinstance(last_used, int | float) and 0 <= last_used < 1e11  # False for NaN
-    row = replace(found, last_used=last_used if is_moment else None)  # type: ignore[arg-type]
+    row = replace(found, last_used=last_used)
     if found.problem:
         return replace(row, broken=True, supported=False, reason=found.problem)
     try:
@@ -200,29 +199,42 @@ def _from_models_dir() -> list[LocalModel]:
     return found
 
 
-def remember_model(name: str) -> None:
-    """Record that a model was used now. A read-only state folder must not make a chat fail."""
-    state = _state()
-    used = state.get("used")
+def remember_model(name: str, *, chats: bool) -> None:
+    """Record that a model was used now, and whether it can chat. A read-only state folder must not make a chat fail."""
+    times, mute = _used()
+    mute = (mute - {name}) | (set() if chats else {name})
     try:
-        times = (used if isinstance(used, dict) else {}) | {name: time.time()}
-        paths.replace_file(_state_file(), json.dumps({"last": name, "used": times}), mode=0o600)
+        text = json.dumps({"used": times | {name: time.time()}, "not_for_chat": sorted(mute)})
+        paths.replace_file(_state_file(), text, mode=0o600)
     except OSError:
         return
 
 
 def default_model(worth: Callable[[LocalModel], float | None]) -> str:
-    """The default model for a chat: the one used last, else the local chat model with the highest `worth`, else the
-    starter.
+    """The default model for a chat: the one used last that can chat, else the local chat model with the highest
+    `worth`, else the starter.
     """
     names = {f.name for f in scan() if not f.problem}
-    last = _state().get("last")
-    is_path = isinstance(last, str) and (os.sep in last or last.endswith(".gguf"))  # a folder may be named like a model
-    if isinstance(last, str) and (last in names or (is_path and os.path.exists(last))):
-        return last
+    times, mute = _used()
+    for name in sorted(times.keys() - mute, key=times.__getitem__, reverse=True):
+        is_path = os.sep in name or name.endswith(".gguf")  # a folder may be named like a model
+        if name in names or (is_path and os.path.exists(name)):
+            return name
     chats = [(m, worth(m)) for m in list_local() if m.chat and m.supported and not m.broken]
     usable = [(value, m.name) for m, value in chats if value is not None]
     return max(usable)[1] if usable else STARTER
+
+
+def _used() -> tuple[dict[str, float], set[str]]:
+    """When each model was used last, in seconds since the epoch, and which of them cannot chat."""
+    state = _state()
+    used, mute = state.get("used"), state.get("not_for_chat")
+    times = {name: t for name, t in used.items() if _is_moment(t)} if isinstance(used, dict) else {}
+    return times, {name for name in mute if isinstance(name, str)} if isinstance(mute, list) else set()
+
+
+def _is_moment(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e11  # False for NaN
 
 
 def _state_file() -> Path:

@@ -17,7 +17,7 @@ def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelC
 
 
 def default_model(options: EngineOptions) -> str:
-    """The default model for a chat: the one used last, else the best local one, else the starter."""
+    """The default model for a chat: the chat model used last, else the best local one, else the starter."""
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
@@ -32,8 +32,8 @@ def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:
     return fit.resolve(name, Planner.here(options), offline=offline).name
 
 
-def remember_model(name: str) -> None:
-    """Record the model as the one used last."""
+def remember_model(name: str, *, chats: bool) -> None:
+    """Record the model as the one used last, and whether it can chat."""
     from localllm import hub
 
-    hub.remember_model(name)
+    hub.remember_model(name, chats=chats)

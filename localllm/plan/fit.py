@@ -402,7 +402,7 @@ def entry_of(model: hub.LocalModel) -> catalog.Candidate:
 
 
 def default_model(planner: Planner) -> str:
-    """The model for a chat that names none: the last one used, else the best local one, else the starter."""
+    """The model for a chat that names none: the chat model used last, else the best local one, else the starter."""
 
     def worth(model: hub.LocalModel) -> float | None:
         found = local_option(model, planner)

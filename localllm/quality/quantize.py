@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,8 +40,14 @@ from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
 SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
-# modules that engines fuse into one matmul: in NVFP4 they must share the per-tensor scale
-FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+# modules of one parent that vLLM or SGLang fuse into a matmul with one per-tensor scale: in NVFP4 they must share it
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("gate_proj", "up_proj"),  # also those of an expert
+)
 
 
 @dataclass(slots=True)
@@ -107,6 +113,16 @@ def quantize(
         except Timeout:
             raise ConfigError(f"another process is writing {out}", "wait for it, or choose another folder") from None
     return work.report
+
+
+def fused_modules(modules: Iterable[str]) -> list[list[str]]:
+    """Group the modules of a layer by the matmul that other engines compute them in."""
+    whole = {part: together for together in FUSED for part in together}
+    groups: dict[tuple[str, object], list[str]] = {}
+    for module in modules:
+        parent, _, part = module.rpartition(".")
+        groups.setdefault((parent, whole.get(part, part)), []).append(module)
+    return list(groups.values())
 
 
 @dataclass
@@ -258,10 +274,8 @@ class _Work:
     def _fused_amax(self, layer: dict[str, str]) -> dict[str, float]:
         """Per module, the largest absolute value over all modules that are fused with it."""
         found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
-        for together in FUSED:
-            members = [module for module in together if module in found]
-            if members:
-                found |= dict.fromkeys(members, max(found[module] for module in members))
+        for members in fused_modules(layer):
+            found |= dict.fromkeys(members, max(found[module] for module in members))
         return found
 
     # --- disk --------------------------------------------------------------------------------------------------------

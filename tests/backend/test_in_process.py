@@ -1,5 +1,6 @@
 """The in-process backend over a tiny model: every turn ends once, whatever happens to it."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_the_pace_of_answers_is_what_the_next_start_expects(tiny_path, tmp_path,
     again, tps, _ = expected(long=False)
     assert again.basis == "measured" and tps == pytest.approx(measured, abs=0.1)
     assert (again.eta, again.pace) == (plan.eta, plan.pace), "it says nothing of other models"
+
+
+def test_a_base_model_that_completed_text_is_not_the_default_of_a_chat(tiny_path, tmp_path, monkeypatch):
+    import tiny_models
+
+    from localllm.config import EngineOptions
+    from localllm.llm.local_models import default_model
+
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    base = tiny_models.tiny_safetensors(tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    for path in (tiny_path, str(base)):
+        one = InProcessBackend(offline=True, completes=True)
+        one.start(path)
+        wait(one, is_ready, [])
+        one.close()
+    assert default_model(EngineOptions()) == tiny_path
 
 
 def test_a_turn_sent_before_ready_is_answered(backend, tiny_path):

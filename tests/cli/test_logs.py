@@ -35,6 +35,11 @@ def test_chats_are_listed_newest_first(invoke: Invoke, saved: Path) -> None:
     assert invoke("logs", "-n", "1").stdout.count("\n") == 2
 
 
+def test_there_is_no_last_chat_yet(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("logs", "show", "last")
+    assert result.exit_code == 3 and "no chat has been saved yet" in result.stderr
+
+
 def test_words_are_found(invoke: Invoke, saved: Path) -> None:
     result = invoke("logs", "search", "cuda")
     assert "Why CUDA graphs?" in result.stdout and "\x1b" not in result.stdout

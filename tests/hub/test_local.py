@@ -398,22 +398,39 @@ def test_damage_is_listed_and_repaired(fake_hub: FakeHub, empty_home: Path, file
 
 def test_the_model_used_last_comes_first(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.default_model(lambda _: 1.0) == "smollm2"
-    hub.remember_model("gone/model")
+    hub.remember_model("gone/model", chats=True)
     assert hub.default_model(lambda _: 1.0) == "smollm2", "a model that is no longer here is not offered"
     monkeypatch.chdir(empty_home)
     (empty_home / "gone").mkdir()
-    hub.remember_model("gone")
+    hub.remember_model("gone", chats=True)
     assert hub.default_model(lambda _: 1.0) == "smollm2", "a folder that has the name of a removed model is not it"
     put(empty_home / "data/models/mine", {"mine.gguf": b"GGUF"})
-    hub.remember_model(str(empty_home / "data/models/mine"))
+    hub.remember_model(str(empty_home / "data/models/mine"), chats=True)
     assert hub.default_model(lambda _: 1.0) == str(empty_home / "data/models/mine")
-    hub.remember_model("mine")
+    hub.remember_model("mine", chats=True)
     assert hub.default_model(lambda _: 1.0) == "mine"
     assert local.list_local()[0].last_used is not None
-    for text in ("", "[]", '{"last": 5, "used": 7}', '{"last": "mine", "used": {"mine": "x"}}', "[" * 100_000):
+    for text in ("", "[]", '{"used": 7}', '{"used": {"mine": "x"}}', '{"not_for_chat": [7, [1]]}', "[" * 100_000):
         (empty_home / "state/models.json").write_text(text)
         hub.default_model(lambda _: 1.0)
         local.list_local()
+
+
+def test_a_chat_is_not_offered_a_model_that_only_completes(empty_home: Path) -> None:
+    for name in ("older", "newer", "base"):
+        put(empty_home / "data/models" / name, {f"{name}.gguf": b"GGUF"})
+    hub.remember_model("base", chats=False)
+    assert hub.default_model(lambda _: 1.0) == "smollm2", "as if none had been used"
+    hub.remember_model("older", chats=True)
+    hub.remember_model("newer", chats=True)
+    hub.remember_model("base", chats=False)
+    assert hub.default_model(lambda _: 1.0) == "newer"
+    shutil.rmtree(empty_home / "data/models/newer")
+    assert hub.default_model(lambda _: 1.0) == "older"
+    used = {row.name: row.last_used or 0 for row in hub.list_local()}
+    assert used["base"] > used["older"] > 0, "the list still shows when it was used"
+    hub.remember_model("base", chats=True)
+    assert hub.default_model(lambda _: 1.0) == "base", "its files have a template now"
 
 
 def test_the_chat_model_of_most_worth(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,4 +449,4 @@ def test_the_chat_model_of_most_worth(empty_home: Path, monkeypatch: pytest.Monk
 
 def test_a_state_folder_that_cannot_be_written_does_not_fail_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_HOME", "/proc/nowhere")
-    hub.remember_model("x")
+    hub.remember_model("x", chats=True)

@@ -90,8 +90,8 @@ def test_a_draft_model_changes_no_token_and_is_counted(tiny_path):
         assert llm.plan.weight_bytes == 2 * planned.weight_bytes and llm.plan.kv_bytes == 2 * planned.kv_bytes
         assert llm.state().weight_bytes == 2 * state.weight_bytes and llm.state().kv_bytes == 2 * state.kv_bytes
         assert any(line.startswith("draft ") and "as requested" in line for line in llm.plan.reasons)
-        long = llm.generate(TEXT, replace(wishes, max_tokens=80)).timing
-        assert 0 < llm.stats().fastest_tps < 0.6 * long.decode_tps, "what was guessed is not the model's pace"
+        assert llm.generate(TEXT, replace(wishes, max_tokens=80)).timing.accepted_tokens > 40
+        assert llm.stats().fastest_tps == 0, "what was mostly guessed says nothing of the model's pace"
         llm.sleep()
         llm.wake()
         assert answered(llm.generate("One two", wishes)) == expected[1]

@@ -214,9 +214,14 @@ def test_a_model_with_its_drafter_answers_the_same(name: str, tiny: Callable, tm
         llm.sleep()
         llm.wake()
         assert answered(llm) == wanted and llm.engine.stats().num_draft_tokens > 12 and not llm.state().warnings
-        llm.engine.runner.listener.hear = lambda step, hidden: 1 / 0
+        drafter = llm.engine.runner.listener
+        assert llm._model.taps is drafter.taps
+        drafter.hear = lambda step, hidden: 1 / 0
         assert answered(llm) == wanted
         assert any("the draft model is off" in line for line in llm.state().warnings)
+        assert llm._model.taps is None, "nobody reads what steps would copy"
+        llm.engine.runner.listener = drafter
+        assert llm._model.taps is drafter.taps
     with LLM(path, ctx=256, draft=draft) as llm:  # where it is measured to pay
         assert answered(llm) == wanted
 

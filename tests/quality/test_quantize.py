@@ -20,12 +20,12 @@ from localllm import LLM
 from localllm.config import EngineOptions, UserConfig
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
 from localllm.hub.local_model import QUANTIZED
-from localllm.models.architectures import open_model
+from localllm.models.architectures import Experts, GatedDelta, KimiDelta, open_model
 from localllm.models.calibration import hessians
 from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
 from localllm.quality.evaluate import divergence, evaluate, sample_text, save
-from localllm.quality.quantize import quantize
+from localllm.quality.quantize import fused_modules, quantize
 from localllm.quant.encode import GROUP_SIZES, Target
 from localllm.request import LoadProgress
 
@@ -215,6 +215,28 @@ def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> No
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadModelFile, match=r"layers\.1\.mlp\.up_proj.*not finite"):
         quantize(broken, tmp_path / "out", Target("nvfp4"))
+
+
+def test_what_other_engines_fuse_shares_its_scale(source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    quantize(source, tmp_path / "out", Target("nvfp4"))
+    scales: dict[str, Any] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        scales |= {n.split(".", 3)[3]: float(t) for n, t in load_file(file).items() if ".0." in n and "global" in n}
+    values = {name: scales[f"{name}.weight_global_scale"] for name in ("self_attn.q_proj", "self_attn.v_proj")}
+    assert len(set(values.values())) == 1 and scales["self_attn.o_proj.weight_global_scale"] not in values.values()
+
+
+def test_fused_modules_of_every_kind_of_layer() -> None:
+    delta = KimiDelta(2, 2, 64, 64, 4, rank=64)
+    groups = fused_modules([*delta.linears(128), *Experts(2, 1, 64, shared_inner=64).linears(128)])
+    assert {tuple(group) for group in groups if len(group) > 1} == {
+        ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj"),
+        *((f"mlp.{one}.gate_proj", f"mlp.{one}.up_proj") for one in ("experts.0", "experts.1", "shared_expert")),
+    }
+    groups = fused_modules(GatedDelta(2, 2, 64, 64, 4).linears(128))
+    assert [len(group) for group in groups] == [2, 2, 1], "inputs, rates, output"
 
 
 @pytest.mark.parametrize("quant", ["int4", "int8", "mxfp4"])

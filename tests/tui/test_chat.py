@@ -16,6 +16,7 @@ from localllm.config.kinds import THEMES
 from localllm.errors import ConfigError
 from localllm.interface import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage
 from localllm.tui.widgets.status import memory_meter
@@ -176,6 +177,10 @@ async def test_a_base_model_points_to_run() -> None:
         await running.until(lambda: running.screen.phase == "failed")
         await running.until(lambda: running.screen.query(Failure))
         assert "localllm run fake-base" in str(running.screen.query_one(Failure).render())
+        await running.until(lambda: running.text("#model").strip() == "fake-base")  # neither device nor memory
+        running.screen.action_models()
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        assert running.app.screen._now == "", "not marked as running"
 
 
 @pytest.mark.parametrize(("prompt", "code"), [("!oom", "E502"), pytest.param("!error", "E101", marks=pytest.mark.slow)])

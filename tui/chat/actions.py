@@ -154,7 +154,8 @@ class Actions(Stream):
     async def action_models(self) -> None:
         from localllm.tui.screens.models import ModelsScreen
 
-        if chosen := await self.app.push_screen_wait(ModelsScreen(self.session.model, self.flash)):
+        now = self.session.model if self.phase in ("loading", "ready") else ""
+        if chosen := await self.app.push_screen_wait(ModelsScreen(now, self.flash)):
             await self.use_model(*chosen)
 
     async def use_model(self, name: str, ctx: int | None = None) -> None:

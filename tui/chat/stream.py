@@ -9,8 +9,8 @@ from localllm.conversation import load_times
 from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session
 from localllm.conversation.slash import OFF
-from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
-from localllm.request import LoadProgress
+from localllm.interface import ChatEvent, Delta, Done, Facts, Failed, Prefill
+from localllm.request import LoadProgress, embeds_only
 from localllm.terminal import clean_line, rate, tokens_short
 from localllm.tui.widgets.engine import EnginePanel, sparkline
 from localllm.tui.widgets.messages import AssistantMessage
@@ -116,10 +116,7 @@ class Stream(Turns):
             return
         self.state.facts = facts = self.session.backend.facts()
         if not facts.has_chat_template:
-            name = clean_line(facts.model)
-            fixes = ((f'localllm run {name} "Once upon a time"', "complete text"),)
-            message = f"{name} is a base model without a chat template"
-            await self._loading_failed(Failed(-1, "E202", message, "", fixes))
+            await self._loading_failed(_cannot_chat(facts))
             return
         self.phase = "ready"
         speed = f" · est. {rate(facts.decode_tps)} tok/s" if facts.decode_tps else ""
@@ -137,7 +134,7 @@ class Stream(Turns):
 
     async def _loading_failed(self, failed: Failed) -> None:
         self.phase = "failed"
-        self.state.text = "no model is loaded"
+        self.state.facts, self.state.text = Facts(), "no model is loaded"
         await self.transcript.end_loading()
         await self.transcript.fail(failed)
         self.questions.not_loaded(failed)
@@ -207,3 +204,11 @@ class Stream(Turns):
             state.text = "stopped" if exchange.stop == "abort" else "length limit"
             if self.frame.options.ui.enter == "send":
                 state.text += f" · {self.frame.keymap.label('prompt.send')} continues"
+
+
+def _cannot_chat(facts: Facts) -> Failed:
+    name = clean_line(facts.model)
+    if facts.embeds:
+        return Failed.of(-1, embeds_only(name))
+    fixes = ((f'localllm run {name} "Once upon a time"', "complete text"),)
+    return Failed(-1, "E202", f"{name} is a base model without a chat template", "", fixes)

@@ -60,7 +60,8 @@ class Home(Vertical):
         return usable[0].name if usable else ""
 
     def has(self, name: str) -> bool:
-        return any(row.name == name and row.local and row.supported for row in self.models or ())
+        """Whether a chat can use this model without a download."""
+        return any(row.name == name and row.local and row.supported and row.chat for row in self.models or ())
 
     def show_chats(self, chats: Sequence[SavedChat]) -> None:
         self.chats = chats[:CHATS]

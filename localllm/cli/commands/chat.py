@@ -73,7 +73,7 @@ def chat(
     no_animations: Annotated[bool, Option("--no-animations", help="Turn animations off.")] = False,
     inline: Annotated[bool, Option("--inline", help="Draw below the shell prompt instead of full-screen.")] = False,
 ) -> int:
-    """Talk to a model. Without a name: the one used last, else a local one, else a small starter model.
+    """Talk to a model. Without a name: the chat model used last, else a local one, else a small starter.
 
     Full-screen in a terminal; line mode with --plain, with TERM=dumb, or when stderr is not a terminal. When standard
     input is piped, all of it is one question, and only the answer goes to stdout.

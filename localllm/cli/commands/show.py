@@ -37,7 +37,7 @@ def show(
     resolved = local(env, env.config, model, ModelNotFound)
     with opened(resolved, env.config.engine.mmproj) as checkpoint:
         if template:
-            text = _template(checkpoint)
+            text = _template(checkpoint, clean_line(resolved.name))
             if not env.console.emit("template/1", {"id": resolved.name, "template": text}):
                 env.console.answer(text if text.endswith("\n") else text + "\n")
             return 0
@@ -47,12 +47,12 @@ def show(
     return 0
 
 
-def _template(checkpoint: OpenModel) -> str:
+def _template(checkpoint: OpenModel, name: str) -> str:
     from localllm.tokenizer.files import load_tokenizer
 
     text = load_tokenizer(checkpoint).chat_template
     if not text:
-        raise ModelNotFound("this is a base model without a chat template", 'localllm run MODEL "Once upon a time"')
+        raise ModelNotFound(f"{name} has no chat template", f'localllm run {name} "Once upon a time"')
     return text
 
 
