@@ -154,7 +154,10 @@ class Model:
         rows = batch.logits_indices
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
-        return self._run_layers(x, calls, cache, batch, wanted, inputs)
+        hidden = self._run_layers(x, calls, cache, batch, wanted, inputs)
+        if hidden.shape[1] == self.facts.hidden_size:
+            return hidden
+        return hidden[:, : self.facts.hidden_size].contiguous()  # only the last layer reduces the residual streams
 
     def _run_layers(
         self,

@@ -144,7 +144,7 @@ def best_of(
         except DoesNotFit:
             continue
         pace = _pace(kind, room, survey)
-        bits = entry.download_bytes * 8 / entry.params
+        bits = entry.weight_bytes * 8 / entry.params
         fine = RECIPE_WORTH if kind.name in recipes else 0.0
         fine += 0.05 * min(bits, 9) if kind.format == "gguf" else -0.08 * order.index(kind.format)
         found.append((pace >= wish.tps, catalog.worth(entry, pace, room.ctx, wish) + fine, kind))

@@ -84,6 +84,7 @@ class Candidate:
     params: int
     active_params: int  # weights read per token; fewer than params for MoE models
     download_bytes: int  # approximate unless verified
+    table_bytes: int = 0  # of these, an n-gram table that stays in the file; `params` leaves it out
     kv_bytes_per_token: int  # bf16
     kv_fixed_bytes: int = 0  # bf16, for sliding-window layers
     context: int
@@ -123,6 +124,11 @@ class Candidate:
         return math.sqrt(self.params * self.active_params)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the download that are loaded."""
+        return self.download_bytes - self.table_bytes
+
+    @property
     def spec(self) -> str:
         """`org/repo[:quant]`, as a user types it."""
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
@@ -130,7 +136,7 @@ class Candidate:
     def need_bytes(self, context: int = DEFAULT_CONTEXT) -> int:
         """Estimate the memory to run it with that context: weights, KV pages, and half a GiB of workspace."""
         tokens = min(context, self.context)
-        return self.download_bytes + self.kv_fixed_bytes + tokens * self.kv_bytes_per_token + GIB // 2
+        return self.weight_bytes + self.kv_fixed_bytes + tokens * self.kv_bytes_per_token + GIB // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +232,7 @@ def default_fits(memory: Memory) -> Fits:
     """Judge by size: weights, 8k tokens of KV and half a GiB must be free; speed is bandwidth over bytes per token."""
 
     def fits(candidate: Candidate) -> tuple[bool, float]:
-        read = candidate.download_bytes * candidate.active_params / candidate.params
+        read = candidate.weight_bytes * candidate.active_params / candidate.params
         runs = candidate.device != "gpu" or memory.kind == "gpu"
         return runs and candidate.need_bytes() <= memory.free_bytes, memory.bandwidth / read
 

@@ -52,8 +52,8 @@ Plans = dict[catalog.Candidate, Plan | None]
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     """Model facts for a catalog entry without its files; None if only its size is known.
 
-    The weights are as large as the download. Everything else comes from the entry's shape or from its config.json, read
-    by the architecture. For an architecture that this version cannot run, stand-in layers give the right KV bytes only.
+    The weights are as large as the download without an n-gram table. Everything else comes from the entry's shape or
+    from its config.json, read by the architecture. For an architecture that this version cannot run, stand-in layers give the right KV bytes only.
     """
     shape = candidate.shape
     if candidate.config:
@@ -99,7 +99,7 @@ def _own_of(candidate: catalog.Candidate) -> dict[str, Any]:
         "license": candidate.license,
         "stored_format": candidate.format,
         "num_params": candidate.params,
-        "weight_bytes": candidate.download_bytes,
+        "weight_bytes": candidate.weight_bytes,
         "active_share": candidate.active_params / candidate.params,
     }
 

@@ -29,7 +29,7 @@ def pick(alias: str, memory: catalog.Memory, **options: object) -> catalog.Choic
 def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     check_repo_id(candidate.repo)
     assert candidate.format
-    bits = candidate.download_bytes * 8 / candidate.params
+    bits = candidate.weight_bytes * 8 / candidate.params
     assert 3 < bits < 21, f"{bits:.1f} bits per weight"
     assert ("GGUF" in candidate.repo) == bool(candidate.quant)
     assert candidate.device in ("gpu", "any")
@@ -38,7 +38,7 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert 1024 <= candidate.kv_bytes_per_token <= 1 << 19
     assert candidate.context >= 8192
     assert candidate.license
-    assert candidate.need_bytes() > candidate.download_bytes
+    assert candidate.need_bytes() > candidate.weight_bytes
     if candidate.drafter:
         check_repo_id(candidate.drafter)
         assert catalog.drafter_of(candidate.repo.upper()) == candidate.drafter

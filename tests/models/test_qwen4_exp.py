@@ -207,6 +207,14 @@ def test_c_segments_return_a_blocks_output_alone(loaded: Callable) -> None:
         assert trial.error(name, table) == ""
 
 
+def test_a_part_of_the_layers_gives_one_vector_per_token(loaded: Callable, paged: Any) -> None:
+    model = loaded(NAME)
+    driver = paged(model)
+    with torch.inference_mode():
+        hidden = model.forward(driver.batch({0: prompt(9)}), driver.cache, num_layers=2)
+        assert hidden.shape == (9, 44) and model.logits(hidden).shape == (9, 99)
+
+
 def test_the_plan_knows_what_stays_in_the_file(tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(NAME).save(tmp_path)) as checkpoint:
         facts = checkpoint.facts
