@@ -27,6 +27,7 @@ from ..layer_weights import (
     DeltaWeights,
     ExpertsWeights,
     HeadWeights,
+    HyperWeights,
     LatentWeights,
     LayerCache,
     LayerCall,
@@ -486,7 +487,7 @@ class SegmentTrial:
         if name in FEEDS:
             return x, ffn
         if name in HYPER:
-            weights = mixer.hyper
+            weights: HyperWeights = mixer.hyper  # type: ignore[union-attr,assignment]
             wide = torch.randn((x.shape[0], weights.norm.weight.shape[0]), generator=seeded(27)).to(x)
             gains = torch.rand((x.shape[0], weights.count), generator=seeded(28)).to(x.device)
             return (wide, weights) if name == "hyper_in" else (wide, x, gains)
@@ -522,7 +523,7 @@ def _parts(states: StateSlots) -> list[Tensor]:
 
 def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str, ...]:
     """The segments of a layer that are tried one by one."""
-    feed = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
+    feed: tuple[str, ...] = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
     feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
         return "attn_in", "attention", "attn_out", *feed

@@ -417,11 +417,11 @@ def _model_lines(row: Row) -> list[str]:
         kept = f"2 × {count} layers{window} × {heads} heads × {keys}"
         if keys != values:  # latents, and the rotary part of the keys
             kept = f"{count} layers{window} × ({keys} + {values})"
-        index, keys = layer.mixer.index, ""
+        index, more = layer.mixer.index, ""
         if index is not None:
-            keys = f", and {index.dim + index.dim // index.ratio} in 16 bits for the index"
+            more = f", and {index.dim + index.dim // index.ratio} in 16 bits for the index"
         one = kv_bytes_per_token([layer], kv)
-        lines.append(f"KV = {kept} values in {kv}{keys}: {one:,} B per layer and token")
+        lines.append(f"KV = {kept} values in {kv}{more}: {one:,} B per layer and token")
     if state:
         stateful = len({layer for layers, _ in state_layers(facts) for layer in layers})
         lines.append(f"state = {stateful} layers of constant size: {state:,} B per sequence")

@@ -53,7 +53,8 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     """Model facts for a catalog entry without its files; None if only its size is known.
 
     The weights are as large as the download without an n-gram table. Everything else comes from the entry's shape or
-    from its config.json, read by the architecture. For an architecture that this version cannot run, stand-in layers give the right KV bytes only.
+    from its config.json, read by the architecture. For an architecture that this version cannot run, stand-in layers
+    give the right KV bytes only.
     """
     shape = candidate.shape
     if candidate.config:
