@@ -317,9 +317,11 @@ TARGETS = (
     "lfm3",
     "kimi-linear",
     "ling3",
+    "qwen4-exp",
 )
-# neither experts nor latents' up projections take adapters
+# experts, up projections of latents, hyper-connections, index and n-grams take no adapters
 OF_MIXERS = dict.fromkeys(("kimi-linear", "ling3"), r".*\.self_attn\.(?!kv_)[\w.]+_proj")
+OF_MIXERS["qwen4-exp"] = r".*\.(self_attn\.[qkvo]_proj|linear_attn\.(in|out)_proj\w*)"
 
 
 @pytest.mark.slow

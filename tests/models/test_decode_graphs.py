@@ -43,6 +43,7 @@ from localllm.request import Request, SamplingParams
 CONTEXT, PAGE, PAGES = 120, 16, 40
 FORMS = ("eager", "graphs", "device")
 SLOW_GUESSES = [*product(["qwen3", "glm4-moe-lite", "ling3"], FORMS), ("qwen3.5", "eager"), ("qwen3.5", "device")]
+SLOW_GUESSES += [("qwen4-exp", "eager")]
 
 
 def rerun(run: Run) -> Captured:
