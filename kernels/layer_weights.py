@@ -207,6 +207,12 @@ class IndexWeights:
         """The longest sequence in which every query sees all tokens before it."""
         return (self.top + 1) * self.ratio - 1
 
+    @property
+    def key(self) -> Linear:
+        """`linear` without the queries, if the file has them apart: its last `dim` outputs are the key."""
+        last = self.linear.parts[-1]
+        return Linear((last,)) if last.shape[0] == self.dim else self.linear
+
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:

@@ -55,14 +55,14 @@ def token_index(
     """
     cos, sin, block_table, slot_mapping = view
     heads, dim, ratio = weights.num_heads, weights.dim, weights.ratio
-    rows = weights.linear(x)
-    _store(rms_norm, rope, rows[:, heads * dim :], weights, pages, cos, sin, slot_mapping)
-    if block_table.shape[1] * pages.k.shape[2] <= weights.reach:
-        return None
-    lens, starts = seq_lens.tolist(), cu_query_lens.tolist()
-    long = [
-        number for number, length in enumerate(lens) if length > weights.reach and starts[number + 1] > starts[number]
-    ]
+    lens: list[int] = []
+    starts: list[int] = []
+    long: list[int] = []
+    if block_table.shape[1] * pages.k.shape[2] > weights.reach:
+        lens, starts = seq_lens.tolist(), cu_query_lens.tolist()
+        long = [n for n, length in enumerate(lens) if length > weights.reach and starts[n + 1] > starts[n]]
+    rows = (weights.linear if long else weights.key)(x)
+    _store(rms_norm, rope, rows[:, -dim:], weights, pages, cos, sin, slot_mapping)
     if not long:
         return None
     assert pages.block_keys is not None
