@@ -78,8 +78,8 @@ def token_index(
         own = block_table[number, : -(-lens[number] // (ratio * per_page))].long()
         keys = pages.block_keys[own].flatten(0, 1)[:whole].float()
         blocks = (own.unsqueeze(1) * per_page + torch.arange(per_page, device=x.device)).flatten()
-        for piece in range(0, q.shape[0], max(1, SCORE_BYTES // (4 * whole))):
-            part = slice(piece, piece + max(1, SCORE_BYTES // (4 * whole)))
+        size = max(1, SCORE_BYTES // (4 * heads * whole))
+        for part in (slice(start, start + size) for start in range(0, q.shape[0], size)):
             chosen, tokens = _best(q[part], keys, positions[part], weights)
             tables.append(torch.where(chosen < 0, -1, blocks[chosen.clamp(min=0)]))
             counts.append(tokens)
@@ -134,15 +134,16 @@ def _best(q: Tensor, keys: Tensor, positions: Tensor, weights: IndexWeights) -> 
     keys  float32 [whole blocks, dim]
     """
     ratio, top = weights.ratio, weights.top
-    scores = torch.zeros(q.shape[0], keys.shape[0], device=q.device)
-    for head in range(weights.num_heads):
-        scores += (q[:, head] @ keys.T).relu_()
+    by_head = (q.flatten(0, 1) @ keys.T).relu_().view(*q.shape[:2], -1)
+    scores = by_head[:, 0]
+    for head in range(1, weights.num_heads):
+        scores += by_head[:, head]
     whole = ((positions + 1) // ratio).unsqueeze(1)
     number = torch.arange(keys.shape[0], device=q.device)
     scores.masked_fill_(number >= whole, -1.0)
     least = scores.topk(min(top, keys.shape[0]), sorted=False).values.amin(1, keepdim=True)
     seen, equal = scores > least, scores == least
-    seen |= equal & (equal.cumsum(1) <= top - seen.sum(1, keepdim=True))
+    seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))
     seen &= number < whole
     count, rest = whole.clamp(max=top), (positions + 1) % ratio
     place = torch.where(seen, seen.cumsum(1) - 1, top + 1)  # the last column is dropped
