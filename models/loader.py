@@ -128,8 +128,6 @@ class Loading(Reader):
             model.predictor = load_predictor(self, facts)
         if facts.ngrams is not None:
             model.ngrams = open_ngrams(self.checkpoint, facts)
-            for shard in facts.ngrams.shards:
-                self.count(shard.rpartition(".")[0])
         model.projections = [self.projection(one) for one in facts.projections]
         if ranks is not None and ranks.share.rank:
             return model  # only rank 0 reads images

@@ -21,6 +21,7 @@ from localllm.kernels.layer_weights import (
     LayerCall,
     Linear,
     MixerWeights,
+    MlpWeights,
     Norm,
     Stepped,
     View,
@@ -121,8 +122,10 @@ class Model:
         self.head = head
         self.table = table
         # for the run summary: op -> name of its implementation; the loader adds the layer classes
-        whole = ("decoder", "step") if facts.hyper is not None else ()  # such layers always run one by one
-        self.kernels = {name: impl for name, impl in table.ops if name not in whole}
+        feeds = {type(layer.ffn) for layer in layers}
+        unused = {name for name, kind in (("mlp", MlpWeights), ("experts", ExpertsWeights)) if kind not in feeds}
+        unused |= {"decoder", "step"} if facts.hyper is not None else set()  # such layers run one by one
+        self.kernels = {name: impl for name, impl in table.ops if name not in unused}
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader

@@ -416,4 +416,5 @@ class Reader:
 
     @cached_property
     def _all_bytes(self) -> int:
-        return self.checkpoint.nbytes
+        table = self.facts.ngrams
+        return self.checkpoint.nbytes - (0 if table is None else table.nbytes)  # the table stays in the file

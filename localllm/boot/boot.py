@@ -453,7 +453,7 @@ def kernel_words(kernels: Mapping[str, str]) -> str:
     attention = kernels.get("attention") or kernels.get("paged_attention", "none")
     words.append(f"attention {attention}")
     slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
-    fused = [name for name in ("step", "decoder", "mlp", "attn_in") if name in kernels]
+    fused = [name for name in ("step", "decoder", "experts", "mlp", "attn_in") if name in kernels]
     if fused:
         words.append(f"fused {fused[0]} {kernels[fused[0]]}")
     return ", ".join([*words, *(f"{name} torch" for name in slow)])
