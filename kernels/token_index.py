@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .kv_pages import KVPages
 from .layer_weights import AttentionWeights, IndexWeights, View
 from .mixers import norm_rows
 
-SCORE_BYTES = 16 << 20  # scores held at once: queries are scored in pieces
+SCORE_BYTES = 32 << 20  # memory for scores and the choice: queries are scored in pieces
+KEY_TILE = 512  # block keys of one matrix product on the CPU
 
 
 class Chosen(NamedTuple):
@@ -78,7 +80,9 @@ def token_index(
         own = block_table[number, : -(-lens[number] // (ratio * per_page))].long()
         keys = pages.block_keys[own].flatten(0, 1)[:whole].float()
         blocks = (own.unsqueeze(1) * per_page + torch.arange(per_page, device=x.device)).flatten()
-        size = max(1, SCORE_BYTES // (4 * heads * whole))
+        # per query: scores, counts of equal ones and masks; the choice; products
+        each = 12 * whole + 60 * weights.top + 4 * heads * _tile(keys)
+        size = max(1, SCORE_BYTES // each)
         for part in (slice(start, start + size) for start in range(0, q.shape[0], size)):
             chosen, tokens = _best(q[part], keys, positions[part], weights)
             tables.append(torch.where(chosen < 0, -1, blocks[chosen.clamp(min=0)]))
@@ -133,24 +137,46 @@ def _best(q: Tensor, keys: Tensor, positions: Tensor, weights: IndexWeights) -> 
     q     float32 [n, heads, dim]
     keys  float32 [whole blocks, dim]
     """
-    ratio, top = weights.ratio, weights.top
-    by_head = (q.flatten(0, 1) @ keys.T).relu_().view(*q.shape[:2], -1)
-    scores = by_head[:, 0]
-    for head in range(1, weights.num_heads):
-        scores += by_head[:, head]
+    ratio, top, device = weights.ratio, weights.top, q.device
+    scores = _scores(q, keys)
     whole = ((positions + 1) // ratio).unsqueeze(1)
-    number = torch.arange(keys.shape[0], device=q.device)
+    number = torch.arange(keys.shape[0], device=device)
     scores.masked_fill_(number >= whole, -1.0)
     least = scores.topk(min(top, keys.shape[0]), sorted=False).values.amin(1, keepdim=True)
     seen, equal = scores > least, scores == least
     seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))
     seen &= number < whole
     count, rest = whole.clamp(max=top), (positions + 1) % ratio
-    place = torch.where(seen, seen.cumsum(1) - 1, top + 1)  # the last column is dropped
-    chosen = torch.full((q.shape[0], top + 2), -1, dtype=torch.int64, device=q.device)
-    chosen.scatter_(1, place, number.expand_as(place))
+    row, block = seen.nonzero().unbind(1)
+    before = (count.cumsum(0) - count).flatten()
+    chosen = torch.full((q.shape[0], top + 1), -1, dtype=torch.int64, device=device)
+    chosen[row, torch.arange(row.shape[0], device=device) - before[row]] = block
     chosen.scatter_(1, count, torch.where(rest.unsqueeze(1) > 0, whole, -1))
-    return chosen[:, : top + 1], count.squeeze(1) * ratio + rest
+    return chosen, count.squeeze(1) * ratio + rest
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Sum over heads of relu(q · k): float32 [n, whole blocks], no NaN, which no choice could order.
+
+    On the CPU products have the shape of one query and one tile of keys, so that a score depends on neither the other
+    queries nor the number of blocks: among thousands of blocks some scores differ in their last bits only.
+    """
+    scores, size = torch.zeros(q.shape[0], keys.shape[0], device=q.device), _tile(keys)
+    spare = -q.shape[2] % 16  # otherwise MKL sums in another order
+    for part, tile in zip(scores.split(size, 1), keys.split(size), strict=True):
+        if q.device.type == "cpu":
+            tile = functional.pad(tile, (0, spare, 0, size - tile.shape[0]))
+            products = torch.bmm(functional.pad(q, (0, spare)), tile.T.expand(q.shape[0], -1, -1))
+        else:
+            products = (q.flatten(0, 1) @ tile.T).view(*q.shape[:2], -1)
+        for product in products.relu_()[..., : part.shape[1]].unbind(1):
+            part += product
+    return scores.nan_to_num_(0.0)
+
+
+def _tile(keys: Tensor) -> int:
+    """Block keys of one product."""
+    return KEY_TILE if keys.device.type == "cpu" else keys.shape[0]
 
 
 def by_block(pages: KVPages, ratio: int) -> KVPages:

@@ -167,6 +167,30 @@ def test_of_equal_scores_the_first_blocks_are_seen() -> None:
     assert tokens.tolist() == [12, 14, 14, 10]
 
 
+def test_what_a_query_sees_depends_on_no_other_query_and_no_later_block() -> None:
+    """Every key is there twice, the second time with other last bits, on which the last choice depends."""
+    index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 4, 128, ratio=4, top=201, back=torch.zeros(2, 1))
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(700, 128, generator=generator)
+    keys = torch.cat([keys, torch.nextafter(keys, torch.randn(700, 128, generator=generator))])
+    q = torch.randn(300, 4, 128, generator=generator)
+    positions = torch.arange(4 * 1400 - 300, 4 * 1400)
+    whole, _ = _best(q, keys, positions, index)
+    for row in range(0, 300, 7):
+        blocks = (int(positions[row]) + 1) // 4
+        alone, _ = _best(q[row : row + 1], keys[:blocks], positions[row : row + 1], index)
+        assert torch.equal(alone[0], whole[row])
+
+
+def test_scores_that_are_no_numbers_choose_blocks_that_exist() -> None:
+    """Page -1 would be read where a kernel counts on the tokens."""
+    index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
+    keys = torch.tensor([[0.0, 0], [float("nan"), 0], [1, 0], [float("inf"), 0], [2, 0], [0, 0]])
+    chosen, tokens = _best(torch.tensor([[[1.0, 0]], [[float("nan"), 0]]]), keys, torch.tensor([23, 23]), index)
+    assert chosen.tolist() == [[2, 3, 4, -1], [0, 1, 2, -1]]
+    assert tokens.tolist() == [12, 12]
+
+
 @pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])
 def test_other_kv_formats_stay_close(kv: str, loaded: Callable, paged: Any) -> None:
     """Short sequences, so that rounded index keys cannot choose other blocks; a long one runs and differs little."""
