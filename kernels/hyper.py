@@ -73,6 +73,7 @@ def ngrams(
     query = _normed(rms_norm, x, weights.query_norm, count).unflatten(-1, (count, hidden))
     gate = (key.float() * query).sum(-1, keepdim=True).mul_(hidden**-0.5)
     gate = sigmoid(gate.abs().clamp_(min=SMALLEST).sqrt_().copysign_(gate).mul_(gate != 0))
+    del key, query  # before the convolution; the memory plan counts on it
     gated = (gate * value.unsqueeze(1)).to(x.dtype).flatten(1)
     normed = _normed(rms_norm, gated, weights.conv_norm, count)
     mixed = causal_conv(normed, weights.conv, None, kept.conv, slots, cu_query_lens, True)

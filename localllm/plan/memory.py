@@ -60,6 +60,7 @@ GUESS_BUCKETS = (2, 3, 4, 8, 16)
 CHECKPOINTS = 2  # state checkpoints worth keeping per sequence: after its prompt and after its answer
 LARGEST_HEAD = 512  # largest head size (key or latent) of the C attention kernel; largest key head size on a GPU
 LARGEST_PLAIN_HEAD = 256  # the latter on GPUs before sm_80
+SCORE_BYTES = 32 * MIB  # most scores of sparse attention held at once, with the choice (`kernels.token_index`)
 ROPE_BLOCK = 1024  # positions by which a RoPE table grows
 
 
@@ -94,9 +95,17 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
         wide = facts.hyper.count * hidden * width
         ngrams = max((layer.ngrams.work(width) for layer, _ in facts.kinds if layer.ngrams is not None), default=0)
         rows_of_ngrams = facts.ngrams.dim * len(facts.ngrams.sizes) * (4 + width) if facts.ngrams is not None else 0
-        layers = max(layers + wide, facts.hyper.work(hidden, width), ngrams) + rows_of_ngrams
+        kept = width * (2 * hidden + 3 * facts.num_heads * facts.head_dim)
+        layers = max(layers + wide, kept + max(facts.hyper.work(hidden, width), ngrams)) + rows_of_ngrams
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
     return rows * (max(embedding, layers) + turned)
+
+
+def index_bytes(facts: ModelFacts, rows: int, ctx: int) -> int:
+    """Peak bytes of choosing what the last `rows` of `ctx` tokens see in sparse attention; 0 without it."""
+    mixers = [mixer for mixer in facts.attention if mixer.index is not None and ctx > mixer.index.reach]
+    works = (mixer.index.work(rows, ctx, mixer.num_kv_heads) for mixer in mixers if mixer.index is not None)
+    return max((SCORE_BYTES + work for work in works), default=0)
 
 
 def table_bytes(facts: ModelFacts) -> int:
@@ -441,10 +450,10 @@ class Memory:
         return (CUDA_HOST_BYTES if self.machine.torch_cuda else HOST_BYTES) + TOKEN_BYTES * self.facts.vocab_size
 
     def _work_on_cpu(self, ctx: int) -> dict[str, int]:
-        facts = self.facts
+        facts, rows = self.facts, min(self.rows, ctx)
         terms = {
             "program": self._host_bytes,
-            "activations": activation_bytes(facts, min(self.rows, ctx), 4) + rope_bytes(facts, ctx),
+            "activations": activation_bytes(facts, rows, 4) + index_bytes(facts, rows, ctx) + rope_bytes(facts, ctx),
             "logits": (3 * self.options.max_parallel + self.num_drafts) * facts.vocab_size * 4,
         }
         # PyTorch's attention gathers keys and values and holds tiles of scores
@@ -482,6 +491,7 @@ class Memory:
             "graphs": graphs,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
+        terms["activations"] += index_bytes(facts, min(self.rows, ctx), ctx)
         terms["activations"] += 2 * self.expert_bytes  # one streamed expert, in stored and in kernel layout
         is_plain = self.where.gpu is not None and self.where.gpu.capability < 80
         if facts.gathers or facts.head_dim > (LARGEST_PLAIN_HEAD if is_plain else LARGEST_HEAD):

@@ -59,6 +59,14 @@ class TokenIndex:
         """Kernel launches per token of a long sequence: keys of tokens and blocks, queries, scores, the choice."""
         return 70 + 2 * self.num_heads
 
+    def work(self, rows: int, ctx: int, kv_heads: int) -> int:
+        """Bytes held while the last `rows` of `ctx` tokens choose blocks, besides their scores: the keys of all blocks
+        twice, in 16 bits and in float32, and the chosen blocks of each KV head, with the sums that compute them.
+        """
+        if ctx <= self.reach:
+            return 0
+        return ctx // self.ratio * (6 * self.dim + 16) + rows * (self.top + 1) * (24 + 32 * kv_heads)
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """The input modules: queries, then keys."""

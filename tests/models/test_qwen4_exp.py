@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
@@ -31,6 +34,7 @@ from localllm.models.architectures.sharding import check_span, check_world
 from localllm.models.calibration import hessians
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import layer_samples, model_shapes
+from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 
 from .test_gguf_models import write_gguf
@@ -251,6 +255,48 @@ def test_the_plan_knows_what_stays_in_the_file(tiny: Callable, tmp_path: Path) -
     delta = 96 * 3 + 4 * 14 * 10
     assert facts.state_bytes == 4 * (2 * delta + conv)
     assert on_gpu.num_slots >= EngineOptions().max_parallel
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of the storages that were made while it is active, and their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in (one.untyped_storage() for one in tree_leaves(out) if isinstance(one, Tensor)):
+            if storage._cdata not in self._known | given:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.most = max(self.most, self.live)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
+    """A short text, whose worst moment is the convolution of the n-grams, and a long one, which chooses blocks."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "hc_count": 4, "ple_embed_dim": 64}
+    sizes |= {"indexer_n_heads": 4, "indexer_head_dim": 32, "indexer_budget": 512, "max_position_embeddings": 4096}
+    config = {key: value for key, value in tiny(NAME).config.items() if key != "model_type"}
+    with open_model(tiny_of("qwen4_exp_text", config | sizes).save(tmp_path)) as checkpoint:
+        model = load_model(checkpoint, LoadOptions(exact=True))
+    driver, rows = paged(model, num_pages=192), 512
+    for ctx, least in ((rows, 0.7), (3072, 0.2)):
+        while len(driver.tokens.get(0, ())) < ctx - rows:
+            driver.step({0: prompt(512)})
+        batch, made = driver.batch({0: prompt(rows)}), Made()
+        with made, torch.inference_mode():
+            model.forward(batch, driver.cache)
+        planned = activation_bytes(model.facts, rows, 4) + index_bytes(model.facts, rows, ctx)
+        assert least * planned < made.most < planned
 
 
 def test_ranks_cannot_divide_it_and_no_hint_says_so(loaded: Callable) -> None:
