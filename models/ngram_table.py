@@ -7,6 +7,7 @@ without read-ahead, which would fetch 128 KiB for each. The system's page cache 
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.checkpoint.mapped_file import bad
 from localllm.errors import BadModelFile
 from localllm.kernels.gguf_blocks import dequantize_blocks
 from localllm.kernels.hyper import ngram_rows
@@ -31,14 +33,13 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 
 
 class _Shard(NamedTuple):
-    file: int  # descriptor
     path: Path
     offset: int  # of the first row, in bytes
     end: int  # number of the row after the last
 
 
 class NGramRows:
-    """Reads the n-gram embeddings of a step's tokens. Keeps its files open."""
+    """Reads the n-gram embeddings of a step's tokens. Keeps its files open, each once: a table may have 512 parts."""
 
     def __init__(self, facts: NGramTable, layer: int, shards: list[_Shard], dtype: str, scale: float) -> None:
         """`dtype` is that of the file, a GGUF block type among others; `scale` multiplies FP8 rows."""
@@ -50,6 +51,10 @@ class NGramRows:
         self._scale = scale
         self._row_bytes = facts.nbytes // facts.rows
         self._numbers = tuple(torch.tensor(each) for each in (facts.multipliers, facts.sizes, facts.offsets))
+        self._files: dict[Path, int] = {}
+        for path in dict.fromkeys(shard.path for shard in shards):
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._files[path], 0, 0, os.POSIX_FADV_RANDOM)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, dtype: torch.dtype) -> Tensor:
         """The rows of each token side by side: [num_tokens, heads * dim]. Updates the sequences' last tokens."""
@@ -73,9 +78,9 @@ class NGramRows:
             for owner, row in zip(owners.tolist(), (flat - firsts).tolist(), strict=True)
         ]
         for shard, offset in places:
-            os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._files[shard.path], offset, size, os.POSIX_FADV_WILLNEED)
         for number, (shard, offset) in enumerate(places):
-            row = os.pread(shard.file, size, offset)
+            row = os.pread(self._files[shard.path], size, offset)
             if len(row) < size:
                 what = f"{shard.path.name}: ends before row {flat[number]:,} of the n-gram table: it has changed"
                 raise BadModelFile(what, "restart, or download the model again (localllm pull)")
@@ -86,8 +91,8 @@ class NGramRows:
         return rows.mul_(self._scale).view(ids.shape[0], -1)
 
     def __del__(self) -> None:
-        for shard in self.__dict__.get("_shards", ()):
-            os.close(shard.file)
+        for file in self.__dict__.get("_files", {}).values():
+            os.close(file)
 
 
 def open_ngrams(checkpoint: OpenModel, facts: ModelFacts) -> NGramRows:
@@ -99,8 +104,8 @@ def open_ngrams(checkpoint: OpenModel, facts: ModelFacts) -> NGramRows:
     for name in table.shards:
         info = checkpoint.tensors[name]
         end += info.shape[0]
-        file = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-        shards.append(_Shard(file, info.file, info.offset, end))
+        shards.append(_Shard(info.file, info.offset, end))
     scale = float(read_dense(checkpoint, table.scale).float()) if table.scale else 1.0
+    if not math.isfinite(scale):
+        raise bad(checkpoint.path, f"the scale of the n-gram table is {scale}", key=table.scale)
     return NGramRows(table, layer, shards, checkpoint.tensors[table.shards[0]].dtype, scale)

@@ -32,7 +32,7 @@ PAGE = 16  # the smallest page of the KV cache; it must hold whole blocks of the
 MOST_STREAMS, MOST_ORDER, MOST_NGRAM_HEADS = 16, 8, 1024  # published: 4, 3 and 16
 ROW_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
 NO_NORMS = Norms(before_mixer=None, before_ffn=None)
-_SHARD = re.compile(rf".*\.layers\.(\d+)\..*{re.escape(NGRAMS)}(?:shard_(\d+)\.)?weight")
+_SHARD = re.compile(rf".*\.layers\.(\d+)\..*{re.escape(NGRAMS)}(?:shard_(\d+)\.)?weight", re.ASCII)
 _HYPER = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up"}
 GGUF_QWEN4 = GGUF_HYBRID | {
     f"{ours}_hyper_connection.{name}": f"hc_{theirs}_{short}"
@@ -82,9 +82,10 @@ class Qwen4Exp(Qwen3_5Moe):
             return replace(facts, layers=_shared(layers), final_norm=False)
         if len(listed) > 1:
             raise config.unsupported(f"{config.source} with n-gram embeddings in {len(listed)} layers")
+        _check_place(config, layers, listed[0] - 1)
         order = keys.integer("ngram_size", 2, MOST_ORDER)
         size = keys.integer("ple_embed_dim", 1, MAX_HIDDEN, config.hidden_size)
-        table = _stored_table(config, order, size)
+        table = _stored_table(config, listed[0] - 1, order, size)
         sizes = size, order, keys.integer("ple_conv_kernel_size", 2, MAX_CONV)
         return _with_table(facts, config, layers, listed[0] - 1, sizes, table)
 
@@ -93,6 +94,8 @@ class Qwen4Exp(Qwen3_5Moe):
         ratios = config.each("attention.compress_ratios", 0, MAX_CONTEXT, 0)
         index = None
         if ratio := max(ratios):
+            if set(ratios) - {0, ratio}:
+                raise config.unsupported(f"{config.source} with blocks of different sizes")
             names = ("attention.indexer.head_count", "attention.indexer.key_length", "attention.indexer.top_k")
             index = replace(_indexed(keys, names, ratio), fused=False)
         hyper = HyperConnections(
@@ -106,11 +109,14 @@ class Qwen4Exp(Qwen3_5Moe):
             for layer, own in zip(facts.layers, ratios, strict=True)
         ]
         listed = keys.raw("ple.layers")
-        listed = listed.tolist() if isinstance(listed, np.ndarray) else []
-        if not listed:
+        if listed is None:
             return replace(facts, layers=_shared(layers), final_norm=False)
+        if not isinstance(listed, np.ndarray) or listed.dtype.kind not in "iu" or not len(listed):
+            raise keys.fail("ple.layers", "must list layer numbers")
         if len(listed) > 1:
             raise config.unsupported(f"{config.source} with n-gram embeddings in {len(listed)} layers")
+        place = int(listed[0])
+        _check_place(config, layers, place)
         order = keys.integer("ple.ngram_size", 2, MOST_ORDER)
         heads = (order - 1) * keys.integer("ple.heads_per_ngram", 1, MOST_NGRAM_HEADS)
         dim = keys.integer("embedding_length_per_layer_input", 1, MAX_HIDDEN)
@@ -122,7 +128,7 @@ class Qwen4Exp(Qwen3_5Moe):
             facts,
             config,
             layers,
-            int(listed[0]),
+            place,
             (heads * dim, order, keys.integer("ple.conv_kernel", 2, MAX_CONV)),
             table,
         )
@@ -188,6 +194,13 @@ def _shared(layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 
+def _check_place(config: Config, layers: Sequence[LayerFacts], place: int) -> None:
+    """Raise BadModelFile unless layer `place` can have n-gram embeddings."""
+    if not (0 <= place < len(layers)) or not isinstance(layers[place].mixer, GatedDelta):
+        what = f"layer {place} has n-gram embeddings, but it is not a gated delta layer"
+        raise bad(config.keys.path, what, key="ple layers")
+
+
 def _with_table(
     facts: ModelFacts,
     config: Config,
@@ -197,9 +210,6 @@ def _with_table(
     table: NGramTable | None,
 ) -> ModelFacts:
     """Facts with n-gram embeddings in layer `place`. `sizes`: elements per token, order, taps of the convolution."""
-    if not (0 <= place < len(layers)) or not isinstance(layers[place].mixer, GatedDelta):
-        what = f"layer {place} has n-gram embeddings, but it is not a gated delta layer"
-        raise bad(config.keys.path, what, key="ple layers")
     size, order, taps = sizes
     hyper = layers[place].hyper
     assert hyper is not None
@@ -246,7 +256,9 @@ def _table(
         )
     rows = sum(info.shape[0] for info in found)
     most = max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
-    if min(sizes) < 1 or min(offsets) < 0 or most > rows:
+    if min(sizes) < 1 or min(offsets) < 0:
+        raise bad(path, "a head of the n-gram table has no rows, or begins before the first", key=shards[0])
+    if most > rows:
         raise bad(path, f"the n-gram heads need {most:,} rows, and the table has {rows:,}", key=shards[0])
     if min(multipliers) < 0 or max(multipliers) > (2**63 - 1) // max(1, config.vocab_size):
         raise bad(path, "a multiplier of the n-gram hash is out of range", key="layer_multipliers")
@@ -262,8 +274,10 @@ def _numbers(config: GgufConfig, key: str, count: int) -> list[int]:
     return [int(value) for value in values[:count]]
 
 
-def _stored_table(config: HfConfig, order: int, size: int) -> NGramTable | None:
-    """The table of safetensors: its parts, and the numbers of the hash, derived where the file has none."""
+def _stored_table(config: HfConfig, place: int, order: int, size: int) -> NGramTable | None:
+    """The table of layer `place` in safetensors: its parts, and the numbers of the hash, derived where the file has
+    none. None where only the configuration is known.
+    """
     keys, checkpoint = config.keys, config.checkpoint
     per = keys.integer("heads_per_ngram", 1, MOST_NGRAM_HEADS)
     heads = (order - 1) * per
@@ -272,33 +286,45 @@ def _stored_table(config: HfConfig, order: int, size: int) -> NGramTable | None:
     ids = config.given.token_ids("eos_token_id", config.vocab_size)
     if not ids:
         raise keys.fail("eos_token_id", "is missing; n-grams end there")
-    parts = {(int(match[2] or 0)): name for name in checkpoint.tensors if (match := _SHARD.fullmatch(name))}
-    if not parts and checkpoint.tensors:
+    if not checkpoint.tensors:
+        return None
+    found = [match for name in checkpoint.tensors if (match := _SHARD.fullmatch(name)) and int(match[1]) == place]
+    found.sort(key=lambda match: int(match[2] or 0))
+    is_whole = [match[2] for match in found] == [None]
+    if not is_whole and [int(match[2] or -1) for match in found] != list(range(len(found))):
+        raise bad(checkpoint.path, "a part of the n-gram table is missing, or there twice", key=found[0][0])
+    if not found:
         raise bad(checkpoint.path, "the n-gram table is missing", key=f"ple.ple_embedding{NGRAMS}weight")
-    shards = [parts[number] for number in sorted(parts)]
-    start = shards[0].partition(NGRAMS)[0] if shards else ""
-    stored = (
-        _integers(checkpoint, f"{start}.{name}", count)
-        for name, count in (
-            ("layer_multipliers", order),
-            ("ngram_heads_vocab_sizes", heads),
-            ("ngram_heads_offsets", heads),
-        )
-    )
-    multipliers, sizes, offsets = stored
+    shards = [match[0] for match in found]
+    start = shards[0].partition(NGRAMS)[0]
+    multipliers = _integers(checkpoint, f"{start}.layer_multipliers", order)
+    sizes = _integers(checkpoint, f"{start}.ngram_heads_vocab_sizes", heads)
+    offsets = _integers(checkpoint, f"{start}.ngram_heads_offsets", heads)
     multipliers = multipliers or _multipliers(config.vocab_size, order, keys.integer("seed", 0, 2**63 - 1))
-    if sizes is None or offsets is None:
-        sizes = _primes(keys.integer("ngram_vocab_size_base", 1, 2**40), heads)
-        offsets = [sum(sizes[:head]) for head in range(heads)]
-    scale = f"{start}{NGRAMS}weight_scale"
-    scale = scale if scale in checkpoint.tensors else ""
-    return _table(config, shards, size // heads, multipliers, sizes, offsets, ids[0], scale)
+    if sizes is None:
+        base = keys.integer("ngram_vocab_size_base", 1, 2**40)
+        rows = sum(math.prod(checkpoint.tensors[name].shape[:1]) for name in shards)
+        if base * heads > rows:  # before it takes hours to find primes of that size
+            raise keys.fail("ngram_vocab_size_base", f"is {base:,}, and {heads} heads have {rows:,} rows")
+        sizes = _primes(base, heads)
+    offsets = offsets or [sum(sizes[:head]) for head in range(heads)]
+    scale = checkpoint.tensors.get(f"{start}{NGRAMS}weight_scale")
+    if scale is not None and math.prod(scale.shape) != 1:
+        what = f"has shape {list(scale.shape)}, expected one scale for the n-gram table"
+        raise bad(scale.file, what, key=scale.name)
+    return _table(
+        config, shards, size // heads, multipliers, sizes, offsets, ids[0], "" if scale is None else scale.name
+    )
 
 
 def _integers(checkpoint: Checkpoint, name: str, count: int) -> list[int] | None:
+    """Numbers of the hash; None where the file has none."""
     info = checkpoint.tensors.get(name)
-    if info is None or info.dtype != "I64" or info.shape != (count,):
+    if info is None:
         return None
+    if info.dtype != "I64" or info.shape != (count,):
+        what = f"is {info.dtype} of shape {list(info.shape)}, expected {count} numbers as I64"
+        raise bad(info.file, what, key=name)
     return np.frombuffer(checkpoint.read(name).tobytes(), "<i8").tolist()
 
 

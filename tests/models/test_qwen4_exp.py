@@ -142,6 +142,25 @@ def test_a_table_that_was_cut_off_meanwhile_is_an_error(tiny: Callable, paged: A
     assert "pull" in caught.value.hint
 
 
+def test_a_table_in_parts_keeps_each_file_open_once_and_is_no_part_of_the_progress(
+    tiny: Callable, paged: Any, tmp_path: Path
+) -> None:
+    folder, calls = published(tiny(NAME), tmp_path), []
+
+    def opened() -> int:
+        targets = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        return sum(target.exists() and target.samefile(folder / "model.safetensors") for target in targets)
+
+    before = opened()
+    with open_model(folder) as checkpoint:
+        options = LoadOptions(exact=True, progress=lambda *now: calls.append(now))
+        model = load_model(checkpoint, options)
+        assert calls[-1][1] == checkpoint.nbytes - 240 * 6
+    assert opened() == before + 1
+    del model
+    assert opened() == before
+
+
 def test_n_grams_end_where_a_text_ends() -> None:
     """Hashes of pairs and triples, by hand; a second step continues the first."""
     multipliers, sizes, offsets = torch.tensor([3, 5, 7]), torch.tensor([11, 13]), torch.tensor([0, 11])
@@ -351,14 +370,48 @@ def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, 
         ("weight", torch.ones(200, 6), "the n-gram heads need 240 rows, and the table has 200"),
         ("weight", torch.ones(240, 6, dtype=torch.int8), "stored as I8, which is not supported"),
         ("weight", torch.ones(240, 6).to(torch.float8_e4m3fn), "the scale of the n-gram table is missing"),
+        ("shard_1.weight", torch.ones(240, 6), "a part of the n-gram table is missing, or there twice"),
+        ("shard_0.weight", torch.ones(240, 6), "a part of the n-gram table is missing, or there twice"),
         ("layer_multipliers", torch.tensor([1, 2**62, 3]), "a multiplier of the n-gram hash is out of range"),
+        ("layer_multipliers", torch.ones(2, dtype=torch.int64), r"is I64 of shape \[2\], expected 3 numbers as I64"),
+        ("ngram_heads_offsets", torch.tensor([-1, 53, 112, 173]), "has no rows, or begins before the first"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_named(
     name: str, value: Any, words: str, tiny: Callable, tmp_path: Path
 ) -> None:
-    full = f"{TABLE}.{name}" if name == "weight" else f"{TABLE.removesuffix('.ngram_embedding')}.{name}"
+    full = f"{TABLE}.{name}" if name.endswith("weight") else f"{TABLE.removesuffix('.ngram_embedding')}.{name}"
     with open_model(tiny(NAME).save(tmp_path, {full: value})) as checkpoint:
         with pytest.raises(LocalLLMError, match=words) as caught:
             _ = checkpoint.facts
         assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(torch.ones(4), r"has shape \[4\], expected one scale"), (torch.tensor(float("nan")), "n-gram table is nan")],
+)
+def test_a_scale_that_cannot_be_read_is_named(scale: Tensor, words: str, tiny: Callable, tmp_path: Path) -> None:
+    rows = tiny(NAME).tensors[f"{TABLE}.weight"].to(torch.float8_e4m3fn)
+    with open_model(tiny(NAME).save(tmp_path, {f"{TABLE}.weight": rows, f"{TABLE}.weight_scale": scale})) as checkpoint:
+        with pytest.raises(BadModelFile, match=words) as caught:
+            load_model(checkpoint, LoadOptions(exact=True))
+        assert caught.value.hint
+
+
+def test_a_table_of_another_layer_is_not_read(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny(NAME), prompt(40)
+    other = {f"{TABLE.replace('layers.2', 'layers.0')}.weight": torch.ones(240, 6)}
+    wanted = logits(model.save(tmp_path / "plain"), paged, ids)
+    assert torch.equal(logits(model.save(tmp_path / "both", other), paged, ids), wanted)
+
+
+def test_primes_are_not_sought_for_more_rows_than_the_table_has(tiny: Callable, tmp_path: Path) -> None:
+    """They took hours for a number that a damaged file may have."""
+    names = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    start = TABLE.removesuffix(".ngram_embedding")
+    gone = dict.fromkeys(f"{start}.{name}" for name in names)
+    words = "ngram_vocab_size_base: is 1,099,511,627,776, and 4 heads have 240 rows"
+    folder = tiny(NAME).save(tmp_path, gone, ngram_vocab_size_base=2**40)
+    with open_model(folder) as checkpoint, pytest.raises(BadModelFile, match=words):
+        _ = checkpoint.facts
