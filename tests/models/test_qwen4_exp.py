@@ -114,21 +114,49 @@ def test_rows_of_a_quantized_table(kind: str, tiny_of: Callable, tiny: Callable,
     assert torch.equal(logits(packed, paged, ids), wanted)
 
 
-def _with_table(source: Path, target: Path, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
-    """A copy of a file with another n-gram table."""
+def _with_table(
+    source: Path, target: Path, data: np.ndarray | None, kind: gguf.GGMLQuantizationType | None = None, **numbers: Any
+) -> None:
+    """A copy of a file with another n-gram table, or with other numbers."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "qwen4exp")
     for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+        if field.name.removeprefix("qwen4exp.") in numbers:
+            value = numbers[field.name.removeprefix("qwen4exp.")]
+            add = writer.add_array if isinstance(value, list) else writer.add_uint32
+            add(field.name, value)
+        elif not field.name.startswith("GGUF.") and field.name != "general.architecture":
             inner = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
-        own = tensor.name == "per_layer_token_embd.weight"
+        own = data is not None and tensor.name == "per_layer_token_embd.weight"
         writer.add_tensor(tensor.name, data if own else tensor.data, raw_dtype=kind if own else tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"ple.layers": 2}, r"ple\.layers: must list layer numbers"),
+        ({"ple.layers": [2.5]}, r"ple\.layers: must list layer numbers"),
+        ({"ple.layers": [1]}, "layer 1 has n-gram embeddings, but it is not a gated delta layer"),
+        ({"attention.compress_ratios": [0, 4, 0, 2]}, "blocks of different sizes is not supported"),
+        ({"ple.layer_multipliers": [1, 2]}, "must hold 3 integers"),
+    ],
+)
+def test_numbers_of_a_gguf_file_that_contradict_are_named(
+    numbers: dict[str, Any], words: str, tiny: Callable, tmp_path: Path
+) -> None:
+    model = tiny(NAME)
+    path = write_gguf(tmp_path / "plain.gguf", model.config, model.tensors, gguf.GGMLQuantizationType.F32)
+    _with_table(path, tmp_path / "changed.gguf", None, **numbers)
+    with open_model(tmp_path / "changed.gguf") as checkpoint:
+        with pytest.raises(LocalLLMError, match=words) as caught:
+            _ = checkpoint.facts
+        assert caught.value.hint
 
 
 def test_a_table_that_was_cut_off_meanwhile_is_an_error(tiny: Callable, paged: Any, tmp_path: Path) -> None:
