@@ -162,7 +162,7 @@ class LayerReader:
         )
 
     def token_index(self, facts: TokenIndex | None, rope: RopeFacts) -> IndexWeights | None:
-        """Read the index of sparse attention; None also where the longest sequence sees everything."""
+        """Read the index of sparse attention, if there is one."""
         if facts is None:
             return None
         angles = self.reader.rope(rope).inv_freq.to(self.reader.device) * (facts.ratio - 1)

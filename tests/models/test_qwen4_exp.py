@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from localllm.cli.commands.show import _size
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, UnsupportedModel
@@ -294,6 +295,7 @@ def test_the_plan_knows_what_stays_in_the_file(tiny: Callable, tmp_path: Path) -
     with open_model(tiny(NAME).save(tmp_path)) as checkpoint:
         facts = checkpoint.facts
     assert facts.ngrams is not None
+    assert _size(facts, 3 << 30).endswith("3.0 GiB, of which 5.6 KiB are an n-gram table that stays in the file")
     beside = facts.ngrams.rows * facts.ngrams.dim + 3 + 2 * 4  # the table and the numbers of its hash
     assert facts.num_params == sum(tensor.numel() for tensor in tiny(NAME).tensors.values()) - beside
     on_cpu, on_gpu = (Planner(MACHINES[name]).plan(facts) for name in ("cpu", "rtx4090"))

@@ -131,6 +131,12 @@ def _images(checkpoint: OpenModel) -> str:
     return f"yes, {least}{vision.tokens:,} tokens each"
 
 
+def _size(facts: ModelFacts, nbytes: int) -> str:
+    """Parameters, format and bytes; an n-gram table is among the latter only."""
+    table = facts.ngrams and f", of which {gib(facts.ngrams.nbytes)} are an n-gram table that stays in the file"
+    return f"{params_short(facts.num_params)}, {facts.stored_format}, {gib(nbytes)}{table or ''}"
+
+
 def _chats(facts: ModelFacts) -> str:
     if facts.pooling:
         return f"no: an embedding model (pooling: {facts.pooling}, {facts.embedding_size:,} dimensions)"
@@ -164,7 +170,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
         ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
-        ("parameters", f"{params_short(facts.num_params)}, {facts.stored_format}, {gib(fields['size_bytes'])}"),
+        ("parameters", _size(facts, fields["size_bytes"])),
         ("layers", f"{facts.num_layers}{sliding}"),
         ("attention", _attention(facts)),
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
