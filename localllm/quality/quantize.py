@@ -216,14 +216,11 @@ class _Work:
             if index <= last:  # its shard was written by an earlier run
                 self._count(self._stored(index), "")
                 continue
-            part, part_errors = self._layer(index - 1, layer_hessians) if index else (self._kept_tensors(), {})
+            part, part_errors = self._layer(index - 1, layer_hessians) if index else (self._kept_tensors(state), {})
             tensors |= part
             errors |= part_errors
             if sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or index == len(self.modules):
-                name = f"shard-{len(state['shards']):05d}.safetensors"
-                self._save(name, tensors)
-                state["shards"].append({"file": name, "tensors": sorted(tensors), "parts": index, "errors": errors})
-                self._write("state.json", json.dumps(state))
+                self._add(state, tensors, index, errors)
                 tensors, errors = {}, {}
         for row in state["shards"]:
             self.report.errors |= row["errors"]
@@ -236,11 +233,25 @@ class _Work:
         inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
         return [name for name in self.checkpoint.tensors if name not in inside]
 
-    def _kept_tensors(self) -> dict[str, Tensor]:
-        kept = {}
+    def _add(self, state: dict[str, Any], tensors: dict[str, Tensor], parts: int, errors: dict[str, float]) -> None:
+        """Write a shard. `parts` is the last part that is complete with it."""
+        name = f"shard-{len(state['shards']):05d}.safetensors"
+        self._save(name, tensors)
+        state["shards"].append({"file": name, "tensors": sorted(tensors), "parts": parts, "errors": errors})
+        self._write("state.json", json.dumps(state))
+
+    def _kept_tensors(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors that stay as stored, without those in shards: with an n-gram table they exceed the memory."""
+        written = {name for row in state["shards"] for name in row["tensors"]}
+        kept: dict[str, Tensor] = {}
         for name in self._stored(0):
             self._stop_if_asked()
-            kept[name] = read_tensor(self.checkpoint, name)
+            if name not in written:
+                nbytes = self.checkpoint.tensors[name].nbytes
+                if kept and nbytes + sum(t.nbytes for t in kept.values()) > SHARD_BYTES:
+                    self._add(state, kept, -1, {})
+                    kept = {}
+                kept[name] = read_tensor(self.checkpoint, name)
             self._count([name], "embeddings and norms")
         return kept
 

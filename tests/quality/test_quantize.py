@@ -113,7 +113,7 @@ def test_calibration_makes_it_better_on_its_text(source: Path, tmp_path: Path) -
 
 
 def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_module, "SHARD_BYTES", 1)  # every layer is a shard
+    monkeypatch.setattr(quantize_module, "SHARD_BYTES", 1)  # every layer is a shard, and every tensor that stays
     whole, out = tmp_path / "whole", tmp_path / "out"
     quantize(source, whole, Target("nvfp4"))
     cancel = threading.Event()
@@ -135,7 +135,23 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
     assert report.quantised == 14
     written = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != QUANTIZED}
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != QUANTIZED} == written
-    assert len([name for name in written if name.endswith(".safetensors")]) == 3
+    shards = [name for name in written if name.endswith(".safetensors")]
+    with open_model(source) as checkpoint:
+        assert len(shards) == 2 + len(checkpoint.tensors) - 14
+    seen.clear()
+    cancel.clear()
+
+    def tell_thrice(phase: Any) -> None:
+        seen.append(phase.detail)
+        if len(seen) == 3:
+            cancel.set()
+
+    with pytest.raises(Aborted):
+        quantize(source, tmp_path / "again", Target("nvfp4"), tell=tell_thrice, cancel=cancel)
+    assert len(list((tmp_path / ".again.partial").glob("*.safetensors"))) == 2
+    quantize(source, tmp_path / "again", Target("nvfp4"))
+    for name in shards:
+        assert (tmp_path / "again" / name).read_bytes() == written[name]
 
 
 def test_shards_of_another_request_are_not_used(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
