@@ -31,7 +31,7 @@ HYBRID = re.compile(
 MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|Ling-?3(\.0)?-flash|MTP", re.I)
 EXPERTS = re.compile(
     r"(^|[-_.])A\d+(\.\d+)?B\b|MoE|\d+x\d+B|gpt-oss|GLM-4\.\d|GLM-5|DeepSeek-(V\d|R1(?!-Distill))|Next-80B|Coder-Next"
-    r"|Scout|Maverick|Kimi|Ling-?3",
+    r"|Flash-Next|Scout|Maverick|Kimi|Ling-?3",
     re.I,
 )
 # regular expression on the name -> format; the first match counts
@@ -114,7 +114,7 @@ def from_catalog(entry: catalog.Candidate) -> ModelKind:
         format="gguf" if entry.quant else exact,
         hybrid=by_name.hybrid,
         mtp=entry.draft if entry.quant else by_name.mtp,
-        size_bytes=entry.download_bytes,
+        size_bytes=entry.weight_bytes,
         context=entry.context,
         known_from="the catalog",
         method=entry.method,

@@ -92,6 +92,8 @@ class Qwen4Exp(Qwen3_5Moe):
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
         ratios = config.each("attention.compress_ratios", 0, MAX_CONTEXT, 0)
+        _check_keys(config, "indexer", "attention.compress_ratios")
+        _check_keys(config, "ple_key", "ple.layers")
         index = None
         if ratio := max(ratios):
             if set(ratios) - {0, ratio}:
@@ -145,6 +147,13 @@ class Qwen4Exp(Qwen3_5Moe):
 
 
 _USUAL = {"indexed_attention": "full_attention"}
+
+
+def _check_keys(config: GgufConfig, part: str, key: str) -> None:
+    """Raise BadModelFile if the file has tensors of `part` and no numbers for them."""
+    name = next((name for name in config.checkpoint.tensors if re.match(rf"blk\.\d+\.{part}\b", name)), None)
+    if name is not None and config.keys.raw(key) is None:
+        raise config.keys.fail(key, f"is missing, and the file has {name}")
 
 
 def _without_head(facts: ModelFacts) -> ModelFacts:

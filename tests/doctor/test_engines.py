@@ -335,6 +335,7 @@ def test_the_data_is_well_formed() -> None:
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "dense", "bf16", False, False),
         ("someone/Kimi-Linear-48B-A3B-Instruct", "moe", "bf16", True, False),
         ("someone/Ling-3.0-flash-fp8", "moe", "fp8", True, True),
+        ("someone/Qwen3.8-Flash-Next-FP8", "moe", "fp8", True, True),
         ("ling3-tiny", "moe", "fp8", True, False),
     ],
 )

@@ -118,12 +118,14 @@ def test_rows_of_a_quantized_table(kind: str, tiny_of: Callable, tiny: Callable,
 def _with_table(
     source: Path, target: Path, data: np.ndarray | None, kind: gguf.GGMLQuantizationType | None = None, **numbers: Any
 ) -> None:
-    """A copy of a file with another n-gram table, or with other numbers."""
+    """A copy of a file with another n-gram table, or with other numbers; None leaves one out."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "qwen4exp")
     for field in reader.fields.values():
         if field.name.removeprefix("qwen4exp.") in numbers:
             value = numbers[field.name.removeprefix("qwen4exp.")]
+            if value is None:
+                continue
             add = writer.add_array if isinstance(value, list) else writer.add_uint32
             add(field.name, value)
         elif not field.name.startswith("GGUF.") and field.name != "general.architecture":
@@ -142,6 +144,8 @@ def _with_table(
     ("numbers", "words"),
     [
         ({"ple.layers": 2}, r"ple\.layers: must list layer numbers"),
+        ({"ple.layers": None}, r"ple\.layers: is missing, and the file has blk\.2\.ple_key"),
+        ({"attention.compress_ratios": None}, r"compress_ratios: is missing, and the file has blk\.\d\.indexer"),
         ({"ple.layers": [2.5]}, r"ple\.layers: must list layer numbers"),
         ({"ple.layers": [1]}, "layer 1 has n-gram embeddings, but it is not a gated delta layer"),
         ({"attention.compress_ratios": [0, 4, 0, 2]}, "blocks of different sizes is not supported"),
