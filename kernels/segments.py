@@ -358,7 +358,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mamba": (mamba, ("rms_norm", "causal_conv", "state_space", "silu_mul")),
-    "token_index": (token_index, ("rms_norm", "rope")),
+    "token_index": (token_index, ("rms_norm", "rope", "index_scores")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),

@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .kv_pages import KVPages
 from .layer_weights import AttentionWeights, IndexWeights, View
 from .mixers import norm_rows
+from .reference import index_tile
 
 SCORE_BYTES = 32 << 20  # memory for scores and the choice: queries are scored in pieces
-KEY_TILE = 512  # block keys of one matrix product on the CPU
 
 
 class Chosen(NamedTuple):
@@ -44,6 +43,7 @@ class Chosen(NamedTuple):
 def token_index(
     rms_norm: Callable[..., Tensor],
     rope: Callable[..., Tensor],
+    index_scores: Callable[..., Tensor],
     x: Tensor,
     weights: IndexWeights,
     pages: KVPages,
@@ -73,18 +73,18 @@ def token_index(
         here = slice(starts[number], starts[number + 1])
         found.append(torch.arange(here.start, here.stop, device=x.device))
         q = norm_rows(rms_norm, rows[here, : heads * dim].reshape(-1, heads, dim), weights.q_norm)
-        q = rope(q, cos[here], sin[here], False).float()
+        q = rope(q, cos[here], sin[here], False)
         positions = torch.arange(lens[number] - q.shape[0], lens[number], device=x.device)
         whole = lens[number] // ratio
         per_page = pages.block_keys.shape[1]
         own = block_table[number, : -(-lens[number] // (ratio * per_page))].long()
-        keys = pages.block_keys[own].flatten(0, 1)[:whole].float()
+        keys = pages.block_keys[own].flatten(0, 1)[:whole]
         blocks = (own.unsqueeze(1) * per_page + torch.arange(per_page, device=x.device)).flatten()
         # per query: scores, counts of equal ones and masks; the choice; products
-        each = 12 * whole + 60 * weights.top + 4 * heads * _tile(keys)
+        each = 12 * whole + 60 * weights.top + 4 * heads * index_tile(keys)
         size = max(1, SCORE_BYTES // each)
         for part in (slice(start, start + size) for start in range(0, q.shape[0], size)):
-            chosen, tokens = _best(q[part], keys, positions[part], weights)
+            chosen, tokens = _best(index_scores(q[part], keys), positions[part], weights)
             tables.append(torch.where(chosen < 0, -1, blocks[chosen.clamp(min=0)]))
             counts.append(tokens)
     kv_heads, per_page = pages.k.shape[1], pages.block_keys.shape[1]
@@ -129,54 +129,28 @@ def _store(
     pages.block_keys.view(-1, weights.dim)[slots // ratio] = turned.to(pages.block_keys.dtype)
 
 
-def _best(q: Tensor, keys: Tensor, positions: Tensor, weights: IndexWeights) -> tuple[Tensor, Tensor]:
+def _best(scores: Tensor, positions: Tensor, weights: IndexWeights) -> tuple[Tensor, Tensor]:
     """The blocks that queries see, ascending: int64 [n, top + 1], -1 after the last; and their tokens: int64 [n].
 
     Of blocks with equal scores, such as 0, the first ones are seen.
 
-    q     float32 [n, heads, dim]
-    keys  float32 [whole blocks, dim]
+    scores  float32 [n, whole blocks], modified
     """
-    ratio, top, device = weights.ratio, weights.top, q.device
-    scores = _scores(q, keys)
+    ratio, top, device = weights.ratio, weights.top, scores.device
     whole = ((positions + 1) // ratio).unsqueeze(1)
-    number = torch.arange(keys.shape[0], device=device)
+    number = torch.arange(scores.shape[1], device=device)
     scores.masked_fill_(number >= whole, -1.0)
-    least = scores.topk(min(top, keys.shape[0]), sorted=False).values.amin(1, keepdim=True)
+    least = scores.topk(min(top, scores.shape[1]), sorted=False).values.amin(1, keepdim=True)
     seen, equal = scores > least, scores == least
     seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))
     seen &= number < whole
     count, rest = whole.clamp(max=top), (positions + 1) % ratio
     row, block = seen.nonzero().unbind(1)
     before = (count.cumsum(0) - count).flatten()
-    chosen = torch.full((q.shape[0], top + 1), -1, dtype=torch.int64, device=device)
+    chosen = torch.full((scores.shape[0], top + 1), -1, dtype=torch.int64, device=device)
     chosen[row, torch.arange(row.shape[0], device=device) - before[row]] = block
     chosen.scatter_(1, count, torch.where(rest.unsqueeze(1) > 0, whole, -1))
     return chosen, count.squeeze(1) * ratio + rest
-
-
-def _scores(q: Tensor, keys: Tensor) -> Tensor:
-    """Sum over heads of relu(q · k): float32 [n, whole blocks], no NaN, which no choice could order.
-
-    On the CPU products have the shape of one query and one tile of keys, so that a score depends on neither the other
-    queries nor the number of blocks: among thousands of blocks some scores differ in their last bits only.
-    """
-    scores, size = torch.zeros(q.shape[0], keys.shape[0], device=q.device), _tile(keys)
-    spare = -q.shape[2] % 16  # otherwise MKL sums in another order
-    for part, tile in zip(scores.split(size, 1), keys.split(size), strict=True):
-        if q.device.type == "cpu":
-            tile = functional.pad(tile, (0, spare, 0, size - tile.shape[0]))
-            products = torch.bmm(functional.pad(q, (0, spare)), tile.T.expand(q.shape[0], -1, -1))
-        else:
-            products = (q.flatten(0, 1) @ tile.T).view(*q.shape[:2], -1)
-        for product in products.relu_()[..., : part.shape[1]].unbind(1):
-            part += product
-    return scores.nan_to_num_(0.0)
-
-
-def _tile(keys: Tensor) -> int:
-    """Block keys of one product."""
-    return KEY_TILE if keys.device.type == "cpu" else keys.shape[0]
 
 
 def by_block(pages: KVPages, ratio: int) -> KVPages:

@@ -41,11 +41,13 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
 
 
 def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The distinct (op, sizes) of the ops that carry a state, for `ModelShapes.states`."""
+    """The distinct (op, sizes) of the ops that only some layers have, for `ModelShapes.states`."""
     found: list[tuple[str, tuple[int, ...]]] = []
     for mixer in (layer.mixer for layer in facts.layers):
         if isinstance(mixer, Stateful):
             found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
+        if isinstance(mixer, Attention) and mixer.index is not None:
+            found.append(("index_scores", (mixer.index.num_heads, mixer.index.dim)))
         if isinstance(mixer, GatedDelta):
             sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim
             found.append(("delta_rule", (*sizes, int(mixer.tiled), int(mixer.channel_decay))))

@@ -32,6 +32,7 @@ from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
 from .rms_norm import rms_norm
 from .sampling import sample
+from .token_index import index_scores
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 # also compiled for more shapes and with fused operations
@@ -246,6 +247,9 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     for op in (silu_mul, gelu_tanh_mul):
         for label, limit in (("rows", None), ("rows clamped", 7.0)):
             yield op.__name__, label, partial(op, _meta(dtype, 1, 2 * INTERMEDIATE), limit)
+    for label, kind in (("d128", torch.bfloat16), ("d128 wide", torch.float32)):  # Qwen3.8-Flash-Next
+        q, keys = _meta(dtype, 1, 4, 128), _meta(kind, 700, 128)
+        yield "index_scores", label, partial(index_scores, q, keys)
     logits = _meta(torch.float32, 1, 151_936)
     yield "sample", "", partial(sample, logits, SamplingInputs.empty(1, 1, 151_936, "meta"))
 

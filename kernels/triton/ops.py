@@ -161,6 +161,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         Impl("paged_attention", "triton", partial(_attention_fits, whole_chunks=True), _ATTENTION),
         Impl("paged_attention", "triton_invariant", _attention_fits, partial(_ATTENTION, by_token=True)),
     ),
+    "index_scores": _impl("index_scores", "token_index"),
     "causal_conv": _impl("causal_conv", "recurrent"),
     "delta_rule": _recurrence("delta_rule"),
     "state_space": _recurrence("state_space"),

@@ -37,7 +37,7 @@ class ModelShapes:
     chunked: bool = False  # some layers use chunked attention
     softcap: float | None = None
     scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
-    states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (recurrent op, sizes as in SIZES); None: use SIZES
+    states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (op of SIZES, sizes as there); None: use SIZES
 
     @property
     def key(self) -> str:
@@ -198,9 +198,10 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             yield (f"{name}, checkpoint scales", (q, scaled, *metadata, scale, None, shapes.softcap, *sinks))
 
 
-# sizes of recurrent ops. causal_conv: channels, width; delta_rule: key heads, value heads, k_dim, v_dim, tiled, 1 for
-# a decay per key channel; state_space: heads, groups, head_dim, state size
+# sizes of ops that only some layers have. index_scores: heads, dim; causal_conv: channels, width; delta_rule: key
+# heads, value heads, k_dim, v_dim, tiled, 1 for a decay per key channel; state_space: heads, groups, head_dim, state
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "index_scores": ((4, 128), (3, 20)),
     "causal_conv": ((70, 4),),
     "delta_rule": (
         *((2, 4, 20, 24, 0, 0), (2, 4, 20, 24, 1, 0), (2, 2, 128, 132, 0, 0)),
@@ -221,6 +222,14 @@ def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
         slots = torch.tensor([4, 1, 2], device=device)
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         yield name, sum(lengths), slots, starts
+
+
+def _index_scores(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for heads, dim in _sizes("index_scores", shapes):
+        for count, num_keys in ((1, 700), (17, 65)):
+            q, keys = source.normal(count, heads, dim), source.normal(num_keys, dim)
+            keys = keys.float() if source.device.type == "cpu" else keys.bfloat16()
+            yield (f"{count} x {num_keys}, {heads} x {dim}", (q, keys))
 
 
 def _causal_conv(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
@@ -266,6 +275,7 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "gelu_tanh_mul": _gated,
     "kv_write": _kv_write,
     "paged_attention": _paged_attention,
+    "index_scores": _index_scores,
     "causal_conv": _causal_conv,
     "delta_rule": _delta_rule,
     "state_space": _state_space,

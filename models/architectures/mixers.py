@@ -57,7 +57,7 @@ class TokenIndex:
     @property
     def launches(self) -> int:
         """Kernel launches per token of a long sequence: keys of tokens and blocks, queries, scores, the choice."""
-        return 70 + 2 * self.num_heads
+        return 65
 
     def work(self, rows: int, ctx: int, kv_heads: int) -> int:
         """Bytes held while the last `rows` of `ctx` tokens choose blocks, besides their scores: the keys of all blocks

@@ -26,6 +26,7 @@ from localllm.kernels.cpu.build import library
 from localllm.kernels.hyper import ngram_rows
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import IndexWeights, Linear, Norm
+from localllm.kernels.reference import index_scores
 from localllm.kernels.table import kernel_table
 from localllm.kernels.token_index import _best
 from localllm.kernels.verify.trial import SegmentTrial
@@ -218,7 +219,7 @@ def test_of_equal_scores_the_first_blocks_are_seen() -> None:
     index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
     keys = torch.tensor([[0.0, 0], [0, 0], [1, 0], [0, 0], [2, 0], [0, 0]])
     q = torch.tensor([[[1.0, 0]], [[1.0, 0]], [[-1.0, 0]], [[1.0, 0]]])
-    chosen, tokens = _best(q, keys, torch.tensor([23, 25, 25, 9]), index)
+    chosen, tokens = _best(index_scores(q, keys), torch.tensor([23, 25, 25, 9]), index)
     assert chosen.tolist() == [[0, 2, 4, -1], [0, 2, 4, 6], [0, 1, 2, 6], [0, 1, 2, -1]]
     assert tokens.tolist() == [12, 14, 14, 10]
 
@@ -231,10 +232,10 @@ def test_what_a_query_sees_depends_on_no_other_query_and_no_later_block() -> Non
     keys = torch.cat([keys, torch.nextafter(keys, torch.randn(700, 128, generator=generator))])
     q = torch.randn(300, 4, 128, generator=generator)
     positions = torch.arange(4 * 1400 - 300, 4 * 1400)
-    whole, _ = _best(q, keys, positions, index)
+    whole, _ = _best(index_scores(q, keys), positions, index)
     for row in range(0, 300, 7):
         blocks = (int(positions[row]) + 1) // 4
-        alone, _ = _best(q[row : row + 1], keys[:blocks], positions[row : row + 1], index)
+        alone, _ = _best(index_scores(q[row : row + 1], keys[:blocks]), positions[row : row + 1], index)
         assert torch.equal(alone[0], whole[row])
 
 
@@ -242,7 +243,8 @@ def test_scores_that_are_no_numbers_choose_blocks_that_exist() -> None:
     """Page -1 would be read where a kernel counts on the tokens."""
     index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
     keys = torch.tensor([[0.0, 0], [float("nan"), 0], [1, 0], [float("inf"), 0], [2, 0], [0, 0]])
-    chosen, tokens = _best(torch.tensor([[[1.0, 0]], [[float("nan"), 0]]]), keys, torch.tensor([23, 23]), index)
+    scores = index_scores(torch.tensor([[[1.0, 0]], [[float("nan"), 0]]]), keys)
+    chosen, tokens = _best(scores, torch.tensor([23, 23]), index)
     assert chosen.tolist() == [[2, 3, 4, -1], [0, 1, 2, -1]]
     assert tokens.tolist() == [12, 12]
 
