@@ -316,18 +316,19 @@ class MambaWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """Weights of a feed-forward layer; gated, except with gelu and relu2."""
+    """Weights of a feed-forward layer; gated, except with gelu, relu2 and xielu."""
 
     norm: Norm | None  # None: no input norm
     gate_up: Linear  # rows: gate, then up; only up if there is no gate
     down: Linear
-    activation: str  # silu | gelu_tanh | gelu | relu2
+    activation: str  # silu | gelu_tanh | gelu_erf | gelu | relu2 | xielu
     post_norm: Norm | None = None
     sum_norm: Norm | None = None  # on the residual stream after the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
     input: InputWeights | None = None  # per-layer input, applied after this layer
     join: Join | None = None  # for `down`, with tensor parallelism
     cut: float | None = None  # activation sparsity: threshold in standard deviations, see `segments.thinned`
+    curve: tuple[float, float, float, float] | None = None  # for xielu: see `reference.xielu`
 
 
 @dataclass(frozen=True, slots=True)

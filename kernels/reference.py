@@ -92,6 +92,19 @@ def relu2(x: Tensor) -> Tensor:
     return x.clamp(min=0.0).float().square().to(x.dtype)
 
 
+def xielu(x: Tensor, curve: tuple[float, float, float, float]) -> Tensor:
+    """b·x + p·x² for x > 0, else b·x + n·(exp(min(x, eps)) - 1 - x), in float32, dtype of x: arXiv 2411.13010.
+
+    curve   p, n, b and eps, which is below 0
+    """
+    p, n, b, eps = curve
+    wide = x.float()
+    below = wide.clamp(max=eps)
+    below = (below * 0.5).tanh_().mul_(below.exp_().add_(1.0))  # exp(y) - 1, without cancellation
+    below.sub_(wide).mul_(n)
+    return torch.where(wide > 0, (wide * wide).mul_(p), below).add_(wide, alpha=b).to(x.dtype)
+
+
 def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """silu(gate) · up with silu(g) = g / (1 + exp(-g)).
 

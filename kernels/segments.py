@@ -109,7 +109,13 @@ def mlp(
     weights: MlpWeights,
 ) -> Tensor:
     """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
-    plain = {"gelu": reference.gelu, "gelu_erf": reference.gelu_mul, "relu2": reference.relu2}
+    plain: dict[str, Callable[..., Tensor]] = {
+        "gelu": reference.gelu,
+        "gelu_erf": reference.gelu_mul,
+        "relu2": reference.relu2,
+    }
+    if weights.curve is not None:
+        plain["xielu"] = partial(reference.xielu, curve=weights.curve)
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
     normed = norm_rows(rms_norm, x, weights.norm)  # stays alive to the end; the memory plan counts it
     out = product(weights.down, activated(thinned(weights.gate_up(normed), weights.cut)), weights.join)

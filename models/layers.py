@@ -452,6 +452,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         scale=layer.scale(last=False),
         input=layer.input(),
         cut=facts.cut,
+        curve=facts.curve,
     )
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .mixers import EXPANDED, Paged, Stateful
+
+
+class Curve(NamedTuple):
+    """Numbers of xIELU: see `reference.xielu`."""
+
+    rising: float
+    falling: float
+    beta: float
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -13,12 +22,13 @@ class Dense:
     """A feed-forward layer."""
 
     inner: int
-    act: str = "silu"  # silu | gelu_tanh | gelu_erf | gelu and relu2 (without a gate)
+    act: str = "silu"  # silu | gelu_tanh | gelu_erf | gelu, relu2 and xielu (without a gate)
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True
     # activation sparsity: subtract from a token's gates their mean plus `cut` standard deviations, then clamp at 0
     cut: float | None = None
+    curve: Curve | None = None  # for xielu
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -36,9 +46,9 @@ class Dense:
 
     def work(self, hidden: int) -> int:
         """Values held per token besides the residual stream and its norm: gate, up and their product, or with `cut`
-        the float32 temporaries of the threshold.
+        the float32 temporaries of the threshold; with a curve those of the activation.
         """
-        return (3 if self.cut is None else 6) * self.inner
+        return (3 if self.cut is None and self.curve is None else 6) * self.inner
 
 
 _EXPERT_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")

@@ -10,6 +10,7 @@ from localllm.checkpoint.fields import Fields
 
 from . import gguf, hf
 from .afmoe import Afmoe
+from .apertus import Apertus
 from .arcee import Arcee
 from .architecture import Architecture
 from .cohere import Cohere, Cohere2
@@ -109,6 +110,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MiniMaxM2(),
     Mellum(),
     Arcee(),
+    Apertus(),
     Afmoe(),
     Laguna(),
     Cohere(),

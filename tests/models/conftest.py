@@ -337,6 +337,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "gating": "per-element"}
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": LAGUNA_ROPE},
     ),
+    "apertus": ("apertus", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
     "arcee": ("arcee", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
     "solar-open": (
         "solar_open",

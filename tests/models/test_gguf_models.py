@@ -131,6 +131,14 @@ def write_gguf(
     if arch.startswith("gemma4"):
         _heads_of_two_sizes(writer, config)
         tensors = _gemma4(writer, config, tensors)
+    if arch == "apertus":
+        layers = range(config["num_hidden_layers"])
+        for one in ("alpha_p", "alpha_n", "beta", "eps"):
+            values = [float(tensors[f"model.layers.{layer}.mlp.act_fn.{one}"]) for layer in layers]
+            writer.add_array(f"xielu.{one}", values)
+        norms = {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
+        for theirs, ours in norms.items():
+            tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items() if "act_fn" not in name}
     if arch == "qwen4exp":
         config, tensors = _qwen4(writer, config, tensors)
     if arch == "gemma3n":
@@ -694,7 +702,8 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu", "ling2"]
+NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "apertus", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
+NAMES += ["ling2"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]

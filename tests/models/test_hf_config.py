@@ -222,6 +222,8 @@ def test_rope_stated_in_the_old_layout_takes_precedence_over_defaults_of_the_typ
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "with clip_qkv"),
         ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "with clip_qkv"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "relu2 is supported"),
+        ({"model_type": "apertus", "hidden_act": "silu"}, "xielu is supported"),
+        ({"model_type": "apertus", "post_norm": True}, "norms after its layers is not supported"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "with use_sliding_window"),
     ],
     ids=str,

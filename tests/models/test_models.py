@@ -49,7 +49,7 @@ NAMES = (
     ),
     *("gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
     *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3", "cohere2", "ernie", "exaone4", "exaone4-small"),
-    *("hunyuan", "granite-swa", "arcee"),
+    *("hunyuan", "granite-swa", "arcee", "apertus"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "cohere2-packable", "internlm3")),
     LATENT[0],
     *(pytest.param(name, marks=pytest.mark.slow) for name in LATENT[1:]),
