@@ -329,6 +329,7 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         (1, native, 64, 3, 3, 16, "window softcap sinks"),
         (1, native, 256, 4, 1, 32, ""),
         (1, native, 256, 12, 2, 16, ""),
+        *((1, kv, 256, 12, 1, 4, "") for kv in (native, "int8", "fp8") if has_mma),  # blocks of sparse attention
         *((tokens, kv, 512, 8, 2, 16, "") for tokens in (1, 512) for kv in (native, "fp8") if has_mma),
         (1, "int8", 128, 8, 4, 16, ""),
         (1, "fp8", 128, 4, 8, 16, ""),
