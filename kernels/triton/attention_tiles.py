@@ -110,6 +110,8 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
     """Register limit per thread; 0 leaves it to the compiler, which prefers a spill to losing a warp of occupancy."""
     if kv_format not in SCALED_FORMATS:
+        if cap in (86, 89) and 128 < head_dim <= 256 and columns_of(group) > 8:
+            return 248  # Triton 3.9 spills with its default of 168; shared memory has room for one program only
         return 168 if cap == 100 and head_dim <= 128 else 0  # with its default of 128, Triton 3.6 spills
     if cap < 80 or head_dim > 128:
         # Triton 3.6 spills with 192 for 512 on sm_80, and with its default of 168 for 256 on GPUs without wgmma, as 3.9
