@@ -423,6 +423,7 @@ FUSED_EXPERTS = frozenset(
     )
 )
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
+FUSED_STREAMS = frozenset(("count", "norm", "down", "up", "rank", "final"))
 # fields of blocks with hyper-connections, which the C segments also support
 FUSED_HYPER = frozenset(("hyper", "ngrams", "index"))
 

@@ -64,7 +64,8 @@ def token_index(
         lens, starts = seq_lens.tolist(), cu_query_lens.tolist()
         long = [n for n, length in enumerate(lens) if length > weights.reach and starts[n + 1] > starts[n]]
     rows = (weights.linear if long else weights.key)(x)
-    _store(rms_norm, rope, rows[:, -dim:], weights, pages, cos, sin, slot_mapping)
+    on_host = x.device.type == "cpu"
+    _store(rms_norm, rope, rows[:, -dim:], weights, pages, cos, sin, slot_mapping, on_host)
     if not long:
         return None
     assert pages.block_keys is not None
@@ -105,19 +106,30 @@ def _store(
     cos: Tensor,
     sin: Tensor,
     slot_mapping: Tensor,
+    on_host: bool,
 ) -> None:
     """Write the tokens' keys [num_tokens, dim], and those of the blocks that they complete.
 
-    A page holds whole blocks, so a token's slot says whether it is the last of its block.
+    A page holds whole blocks, so a token's slot says where its block ends, whose tokens follow each other in a step.
+
+    on_host   compute only whole blocks. A GPU would have to wait until the host knows how many there are, so there all
+              tokens of a block write its key: the same one, or what it was before if the step does not complete it
     """
     assert pages.index_keys is not None and pages.block_keys is not None
     ratio, stored = weights.ratio, pages.index_keys.view(-1, weights.dim)
+    blocks = pages.block_keys.view(-1, weights.dim)
     stored[slot_mapping] = keys.to(stored.dtype)
-    last = ((slot_mapping + 1) % ratio == 0).nonzero().flatten()
-    if not last.numel():
-        return
-    slots = slot_mapping[last]
-    block = stored[slots.unsqueeze(1) + torch.arange(1 - ratio, 1, device=slots.device)].float()
+    ends = slot_mapping // ratio * ratio + (ratio - 1)
+    last, done = torch.arange(len(keys), device=keys.device), None
+    if on_host:
+        last = (slot_mapping == ends).nonzero().flatten()
+        if not last.numel():
+            return
+        ends = ends[last]
+    else:
+        last = (last + ends - slot_mapping).clamp_(max=len(keys) - 1)
+        done = (slot_mapping[last] == ends).unsqueeze(1)
+    block = stored[ends.unsqueeze(1) + torch.arange(1 - ratio, 1, device=ends.device)].float()
     total = block[:, 0]
     for token in range(1, ratio):
         total = total + block[:, token]
@@ -125,8 +137,9 @@ def _store(
     # the rotation of a block's first token, by the angle of its last one minus that of ratio - 1 positions
     c, s = cos[last], sin[last]
     first = c * weights.back[0] + s * weights.back[1], s * weights.back[0] - c * weights.back[1]
-    turned = rope(mean.unsqueeze(1), *first, False).squeeze(1)
-    pages.block_keys.view(-1, weights.dim)[slots // ratio] = turned.to(pages.block_keys.dtype)
+    turned = rope(mean.unsqueeze(1), *first, False).squeeze(1).to(blocks.dtype)
+    at = ends // ratio
+    blocks[at] = turned if done is None else torch.where(done, turned, blocks[at])
 
 
 def _best(scores: Tensor, positions: Tensor, weights: IndexWeights) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..experts import tile_size
 from ..kv_pages import KVPages
-from ..layer_weights import ExpertsWeights, LatentWeights, Linear, LinearPart, Norm
+from ..layer_weights import ExpertsWeights, HyperWeights, LatentWeights, Linear, LinearPart, Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .experts import routed, sorted_by_expert, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
+from .hyper import hyper_in, hyper_out
 from .latent import attend, latent_step
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
@@ -168,7 +169,8 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
     calls = *_row_calls(dtype), *_page_calls(dtype), *_gate_calls(dtype), *_attention_calls(dtype, card)
-    for op, label, call in (*calls, *_state_calls(dtype, card), *_latent_calls(dtype, card)):
+    layers = *_state_calls(dtype, card), *_latent_calls(dtype, card), *_hyper_calls(dtype)
+    for op, label, call in (*calls, *layers):
         for number, launch in enumerate(_recorded(card, call), 1):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
@@ -203,18 +205,35 @@ def latent_pages(kv_format: str) -> KVPages:
     return KVPages(*(None if part is None else part.to("meta") for part in empty))
 
 
-def latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int, *, gated: bool) -> LatentWeights:
-    """Weights of a layer with a hidden size of 2,048, latents of 512 + 64, and values of 256."""
+def _hyper_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Hyper-connections of Qwen3.8-Flash-Next."""
+    count, hidden, rank = 4, 2560, 320
+    wide, linear = count * hidden, partial(_dense_linear, dtype)
+    norm, x = Norm(_meta(torch.float32, wide), 1e-6), _meta(dtype, 1, wide)
+    weights = HyperWeights(count, norm, linear(rank + count, wide), linear(wide, rank), rank)
+    yield "hyper_in", f"{count} x {hidden} step", partial(hyper_in, _declined, x, weights)
+    given = x, _meta(dtype, 1, hidden), _meta(torch.float32, 1, count)
+    yield "hyper_out", f"{count} x {hidden}", partial(hyper_out, _declined, *given)
+
+
+def _declined(*_: object) -> Any:
+    raise AssertionError("a fused segment declined its weights")
+
+
+def _dense_part(dtype: torch.dtype, n: int, k: int) -> LinearPart:
     form = next(form for form in FORMS if form.code == ("f16" if dtype is torch.float16 else "bf16"))
     impl = next(impl for impl in IMPLS["linear"] if impl.name == "triton")
+    return LinearPart(impl, described(form, n, k), None, (n, k))
+
+
+def _dense_linear(dtype: torch.dtype, n: int, k: int) -> Linear:
+    return Linear((_dense_part(dtype, n, k),))
+
+
+def latent_weights(dtype: torch.dtype, heads: int, query_rank: int, still: int, *, gated: bool) -> LatentWeights:
+    """Weights of a layer with a hidden size of 2,048, latents of 512 + 64, and values of 256."""
     norm, queries = Norm(_meta(torch.float32, 512), 1e-6), heads * (still + 64)
-
-    def part(n: int, k: int) -> LinearPart:
-        return LinearPart(impl, described(form, n, k), None, (n, k))
-
-    def linear(n: int, k: int) -> Linear:
-        return Linear((part(n, k),))
-
+    part, linear = partial(_dense_part, dtype), partial(_dense_linear, dtype)
     return LatentWeights(
         norm=Norm(_meta(torch.float32, 2048), 1e-6),
         qkv=linear((query_rank or queries) + 576 + heads * gated, 2048),
@@ -314,6 +333,7 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         (1, native, 64, 3, 3, 16, "window softcap sinks"),
         (1, native, 256, 4, 1, 32, ""),
         (1, native, 256, 12, 2, 16, ""),
+        *((1, kv, 256, 12, 1, 4, "") for kv in (native, "int8", "fp8") if has_mma),  # blocks of sparse attention
         *((tokens, kv, 512, 8, 2, 16, "") for tokens in (1, 512) for kv in (native, "fp8") if has_mma),
         (1, "int8", 128, 8, 4, 16, ""),
         (1, "fp8", 128, 4, 8, 16, ""),

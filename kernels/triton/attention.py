@@ -29,6 +29,7 @@ from .hadamard import run_length
 from .launch import card_of, counters, has_ptx, interpreting, launch, power_of_2
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
+BLOCK_SIZES = (1, 2, 4, 8)  # tokens of a block of sparse attention, whose blocks are pages to its queries
 # maximum size of partial split results when the queries of a long chunk run one by one, and of widened pages
 PART_BYTES = 64 << 20
 WIDEN_TOKENS = 256  # steps with at least this many tokens widen E4M3 pages once for all; not measured
@@ -67,14 +68,18 @@ def paged_attention(
     """
     step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked))
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
+    each = step.heads * step.places * (step.dim + 2) * 4  # bytes of partial results per query
+    at_once = min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads)  # so that all merge the same way
+    at_once = max(1, at_once & -4)  # rows of int32 that begin at multiples of 16 bytes, as kernels are compiled for
     if by_token:
-        each = step.heads * step.places * (step.dim + 2) * 4  # bytes of partial results per query
-        at_once = max(1, min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads))  # so that all merge the same way
         for first in range(0, num_tokens, at_once):
             step.decode(first, min(at_once, num_tokens - first), by_token=True)
         return step.out
     if num_seqs > 1 or num_tokens == num_seqs:
-        step.decode(0, num_seqs, by_token=False)
+        # the queries of sparse attention, each a sequence of its own, may be those of a prompt
+        some = at_once if step.page in BLOCK_SIZES else num_seqs
+        for first in range(0, num_seqs, some):
+            step.decode(first, min(some, num_seqs - first), by_token=False)
     if num_tokens != num_seqs:
         step.prefill(singles=num_seqs == 1)
     return step.out
@@ -95,9 +100,9 @@ class _Step:
         self.num_tokens, self.heads, self.dim = q.shape
         self.kv_heads, self.page = pages.k.shape[1], pages.k.shape[2]
         self.format = pages.format
-        if self.page not in PAGE_SIZES or self.heads % self.kv_heads:
+        if self.page not in (*BLOCK_SIZES, *PAGE_SIZES) or self.heads % self.kv_heads:
             raise ValueError(
-                f"page_size {self.page} must be one of {PAGE_SIZES}, "
+                f"page_size {self.page} must be one of {PAGE_SIZES} or, with blocks as pages, of {BLOCK_SIZES}, "
                 f"and {self.kv_heads} KV heads must divide {self.heads} heads"
             )
         if self.dim > LARGEST_HEAD or self.dim % 8:
@@ -148,10 +153,10 @@ class _Step:
         return Tile(**known)
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
-        """Launch decode attention; rows are sequences, or with `by_token` tokens from `first` on."""
+        """Launch decode attention of `count` rows from `first` on: sequences, or with `by_token` tokens."""
         group = self.shared["GROUP"]
         candidates = decode_tiles(self.cap, self.format, self.dim, group)
-        tile = tile or self._picked("attention_decode", candidates, by_token)
+        tile = tile or self._picked("attention_decode", candidates, by_token or self.page in BLOCK_SIZES)
         places = (count, self.heads, self.places)
         sums = torch.empty((*places, self.dim), dtype=torch.float32, device=self.q.device)
         norms = torch.empty((*places, 2), dtype=torch.float32, device=self.q.device)
@@ -163,10 +168,13 @@ class _Step:
         eight, heads = self.format in SCALED_FORMATS, power_of_2(group)
         merges = eight and group <= MERGED_GROUP and count * self.kv_heads <= COUNTERS
         zeros = counters(self.q.device, COUNTERS)
+        where = self.table, self.starts, self.lengths
+        if first and not by_token:
+            where = self.table[first:], self.starts[first:], self.lengths[first:]
         launch(
             attention_decode.decode_split,
             (side_by_side(self.places, count, self.kv_heads, self.num_sms), self.kv_heads, count),
-            *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms, sinks, zeros),
+            *(self.q, *self.kv, *where, sums, norms, sinks, zeros),
             self.out,
             *self.numbers,
             *(first, self.places),
@@ -188,7 +196,7 @@ class _Step:
         launch(
             attention_decode.merge_splits,
             (self.heads, count),
-            *(sums, norms, sinks, self.kv[3], self.out, self.starts, self.lengths),
+            *(sums, norms, sinks, self.kv[3], self.out, *where[1:]),
             *(self.window, self.places, self.num_seqs, first),
             HEADS=self.heads,
             AT_ONCE=MERGED // padded,

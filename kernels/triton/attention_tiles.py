@@ -75,6 +75,9 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[T
         keys = 16 if width > 256 else 32
         return (Tile(keys, 4, 3), Tile(keys, 4, 2))
     narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
+    if cap == 90 and width == 128 and kv_format in SCALED_FORMATS:
+        # with 64 keys, Triton 3.6 spills: 8 to 40 bytes, with 16 columns even if a thread may have all 255 registers
+        return (Tile(32, 4, 3), wide, Tile(64, 4, 2))
     if cap in WGMMA and width in (64, 128):
         return (wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4))
     if width > 128:  # two warps do not have the registers for 256 x 16 sums
@@ -107,9 +110,14 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
     """Register limit per thread; 0 leaves it to the compiler, which prefers a spill to losing a warp of occupancy."""
     if kv_format not in SCALED_FORMATS:
+        if cap in (86, 89) and 128 < head_dim <= 256 and columns_of(group) > 8:
+            return 248  # Triton 3.9 spills with its default of 168; shared memory has room for one program only
         return 168 if cap == 100 and head_dim <= 128 else 0  # with its default of 128, Triton 3.6 spills
     if cap < 80 or head_dim > 128:
-        return 224 if 80 <= cap < AMD and head_dim > 256 else 0  # with 192, Triton 3.6 spills on sm_80
+        # Triton 3.6 spills with 192 for 512 on sm_80, and with its default of 168 for 256 on GPUs without wgmma, as 3.9
+        # does on sm_86 and sm_89. Shared memory has room for at most four programs of two warps there, so registers do
+        most = 224 if head_dim > 256 else 0 if cap in WGMMA else 248
+        return most if 80 <= cap < AMD else 0
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer, Triton 3.6 spills; for int8 it spills with 128
     return 136 if cap in (90, 100) and kv_format == "int8" else 128

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..experts import route, tile_size
-from ..layer_weights import FUSED_EXPERTS, ExpertsWeights, LinearPart, Norm, has_only
+from ..layer_weights import FUSED_EXPERTS, FUSED_HYPER, ExpertsWeights, LinearPart, Norm, has_only
 from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
 from .product_tiles import SMALL_TOKENS, is_fixed
@@ -30,7 +30,7 @@ from .segments import FUSED, only_part
 
 BLOCK = 1024
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
-_STEP_FIELDS = FUSED_EXPERTS | {"expert_scales", "stacked"}
+_STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked"}
 
 
 def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
@@ -53,7 +53,10 @@ def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
 
 
 def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
-    """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert."""
+    """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert.
+
+    With hyper-connections there is no residual.
+    """
     assert weights.stacked is not None
     many, router = weights.stacked[0].prepared, only_part(weights.router, x)
     # with one row the norm can be fused into the router's GEMV and into the fixed-point conversion of x
@@ -64,7 +67,8 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
     chosen, shares = routed(logits, weights)
     taken, shares = _weighted_inputs(seen, shares, weights)
-    summed(_expert_outputs(taken, chosen, weights, norm=norm), shares, x, x, *_shared(seen, weights))
+    residual = x if weights.hyper is None else None
+    summed(_expert_outputs(taken, chosen, weights, norm=norm), shares, x, residual, *_shared(seen, weights))
     return x
 
 

@@ -176,5 +176,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "mamba": _recurrence("mamba", "segments"),
     "mlp": _impl("mlp", "segments"),
     "experts": _impl("experts", "experts"),
+    "hyper_in": _impl("hyper_in", "hyper"),
+    "hyper_out": _impl("hyper_out", "hyper"),
     "head": _impl("head", "segments"),
 }

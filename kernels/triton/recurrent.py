@@ -99,7 +99,8 @@ def causal_conv(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_tokens, channels), dtype=torch.float32, device=x.device)
     single = num_tokens == num_seqs
-    tokens, block = (1, 2 * CHANNELS) if single else (TOKENS, CHANNELS)
+    # no tile but a sequence's first may reach back to the state, which that one replaces
+    tokens, block = (1, 2 * CHANNELS) if single else (max(TOKENS, power_of_2(width - 1)), CHANNELS)
     tiles = num_seqs if single else num_tokens // tokens + num_seqs
     bias = None if bias is None else bias.contiguous()
     tensors = (x, weight.contiguous(), weight if bias is None else bias, state, slots, cu_query_lens, out)

@@ -19,16 +19,23 @@ HEAD_ROWS = 256  # elements per tile of short rows, such as the heads of QK-norm
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
     x, weight, out, eps, num_rows, inner, outer_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows of DIM; row r is at (r // inner) * outer_stride + (r % inner) * DIM."""
+    """Normalize ROWS rows of DIM; row r is at (r // inner) * outer_stride + (r % inner) * DIM.
+
+    STREAMS   row r is multiplied by row r % STREAMS of the weight
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
     ok = (row < num_rows)[:, None] & (d < DIM)[None, :]
     # 2-d like x: a 1-d load would be converted through shared memory (8 KB for 4,096, and a spill on sm_120)
-    gain = tl.load(weight + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
+    if STREAMS == 1:
+        gain = tl.load(weight + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
+    else:
+        own = weight + (row % STREAMS).to(tl.int32)[:, None] * DIM
+        gain = tl.load(own + d[None, :], mask=ok, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     at = ((row // inner) * outer_stride + (row % inner) * DIM)[:, None] + d[None, :]
@@ -47,10 +54,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     else:
         x = x.contiguous()
         inner, outer_stride = 1, dim
+    _launch(x, weight, out, eps, dim, inner, outer_stride, 1)
+    return out
+
+
+def norm_streams(x: Tensor, weight: Tensor, eps: float, count: int) -> Tensor:
+    """RMSNorm of each of `count` streams side by side, with a weight of its own: the shape of x.
+
+    x, weight   [num_tokens, count * dim], contiguous; [count * dim]
+    """
+    out, dim = torch.empty_like(x), x.shape[1] // count
+    _launch(x, weight, out, eps, dim, 1, dim, count)
+    return out
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, dim: int, inner: int, outer_stride: int, streams: int
+) -> None:
     num_rows, padded = x.numel() // dim if dim else 0, power_of_2(dim)
     # from the width alone, so that a row is always summed in the same order
     rows, warps = max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
     arguments = (x, weight.contiguous(), out, eps, num_rows, inner, outer_stride)
-    sizes = {"DIM": dim, "PADDED": padded, "ROWS": rows}
-    launch(_norm_rows, (-(-num_rows // rows),), *arguments, num_warps=warps, **sizes)
-    return out
+    grid = (-(-num_rows // rows),)
+    launch(_norm_rows, grid, *arguments, num_warps=warps, DIM=dim, PADDED=padded, ROWS=rows, STREAMS=streams)

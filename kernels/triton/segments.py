@@ -20,6 +20,7 @@ from ..layer_weights import (
     FUSED_ATTENTION,
     FUSED_DELTA,
     FUSED_HEAD,
+    FUSED_HYPER,
     FUSED_MAMBA,
     FUSED_MLP,
     AttentionWeights,
@@ -43,6 +44,7 @@ from .rms_norm import rms_norm
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
 _GATES = ("silu", "gelu_tanh")
+_ATTENTION, _DELTA = FUSED_ATTENTION | FUSED_HYPER, FUSED_DELTA | FUSED_HYPER
 LONGEST = 3e38  # a time step without an upper limit
 
 
@@ -56,7 +58,7 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
-    if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
+    if not has_only(weights, _ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
     sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim
@@ -77,7 +79,7 @@ def attention(
 ) -> Tensor:
     """Composed attention without gates, then one launch that multiplies by all gates."""
     arguments = pages, block_table, cu_query_lens, seq_lens
-    if not weights.gate or not has_only(weights, FUSED_ATTENTION):
+    if not weights.gate or not has_only(weights, _ATTENTION):
         return composed(q, weights, *arguments)
     plain = replace(weights, gate=False, head_gates=False, softplus_gate=False)
     return times_gates(composed(q[..., : weights.head_dim], plain, *arguments), q, weights.softplus_gate)
@@ -127,7 +129,7 @@ def gated_delta(
     by_token: bool = False,
 ) -> Tensor:
     """`mixers.gated_delta` in six launches for a single row: two products, convolution, recurrence, gates, output."""
-    if not has_only(weights, FUSED_DELTA) or not x.is_contiguous():
+    if not has_only(weights, _DELTA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
     rows, rates = of_normed(x, weights.norm, weights.qkvz, weights.ba)
@@ -141,7 +143,8 @@ def gated_delta(
     a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
     raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0)
     y = recurrence(given, a, b, (kept.state, slots, cu_query_lens), True, by_token, weights.tiled, raw)
-    return onto(x, weights.out, gated_norm(y, z, weights.out_norm, weights.sigmoid_gate))
+    gated = gated_norm(y, z, weights.out_norm, weights.sigmoid_gate)
+    return onto(x, weights.out, gated) if weights.hyper is None else weights.out(gated)
 
 
 def mamba(

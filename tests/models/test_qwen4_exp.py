@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from localllm.kernels import OpFacts
 from localllm.kernels.cpu.build import library
 from localllm.kernels.hyper import ngram_rows
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import IndexWeights, Linear, Norm
-from localllm.kernels.reference import index_scores
+from localllm.kernels.layer_weights import IndexWeights, Linear, LinearPart, Norm
+from localllm.kernels.reference import index_scores, rms_norm, rope
+from localllm.kernels.registry import Impl, fits_always
 from localllm.kernels.table import kernel_table
-from localllm.kernels.token_index import _best
+from localllm.kernels.token_index import _best, _store, token_index
 from localllm.kernels.verify.trial import SegmentTrial
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import kv_bytes_per_token
@@ -247,6 +249,40 @@ def test_scores_that_are_no_numbers_choose_blocks_that_exist() -> None:
     chosen, tokens = _best(scores, torch.tensor([23, 23]), index)
     assert chosen.tolist() == [[2, 3, 4, -1], [0, 1, 2, -1]]
     assert tokens.tolist() == [12, 12]
+
+
+def test_block_keys_are_stored_without_reading_a_gpu_back() -> None:
+    """Bit for bit as on the host, in steps that begin and end inside of blocks of two sequences; other blocks stay."""
+    index = IndexWeights(Linear(()), *[Norm(torch.ones(8), 1e-6)] * 2, 1, 8, ratio=4, top=3, back=torch.randn(2, 2))
+    empty, draw = torch.zeros(1), torch.Generator().manual_seed(1)
+    stored = torch.full((3, 16, 8), torch.nan), torch.full((3, 4, 8), torch.nan)
+    found, wanted = (KVPages(empty, empty, None, None, *(part.clone() for part in stored)) for _ in range(2))
+    steps = ([0, 1, 2], [3], [4, 5, 6, 7, 8, 33], [9, 34], [10, 35, 36, 37, 38, 39, 40], [11, 12, 13, 14, 15, 41])
+    for step in steps:
+        keys, cos, sin = (torch.randn(len(step), size, generator=draw) for size in (8, 2, 2))
+        for pages, on_host in ((found, False), (wanted, True)):
+            _store(rms_norm, rope, keys, index, pages, cos, sin, torch.tensor(step), on_host)
+    for ours, theirs in zip(found[4:], wanted[4:], strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert wanted.block_keys is not None
+    known = [number for number, key in enumerate(wanted.block_keys.flatten(0, 1)) if key.isfinite().all()]
+    assert known == [0, 1, 2, 3, 9]
+
+
+def test_short_sequences_are_indexed_without_reading_a_gpu_back() -> None:
+    """Tensors without data cannot be read; a block table of one page more means that lengths must be."""
+    with torch.device("meta"):
+        impl = Impl("linear", "", fits_always, lambda x, *_: x.new_empty(x.shape[0], 24))
+        linear = Linear((LinearPart(impl, None, None, (24, 5)),))
+        index = IndexWeights(linear, *[Norm(torch.ones(8), 1e-6)] * 2, 2, 8, ratio=4, top=11, back=torch.ones(2, 2))
+        pages = KVPages(*[torch.empty(4, 1, 16, 8)] * 2, None, None, torch.empty(4, 16, 8), torch.empty(4, 4, 8))
+        angles, slots, bounds = torch.empty(6, 2), torch.empty(6, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
+        given = rms_norm, rope, index_scores, torch.empty(6, 5), index, pages
+        for columns in (2, 3):
+            view = angles, angles, torch.empty(2, columns, dtype=torch.int32), slots
+            with pytest.raises(NotImplementedError) if columns == 3 else nullcontext():
+                assert token_index(*given, view, bounds, bounds[1:]) is None
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])

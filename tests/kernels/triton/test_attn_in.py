@@ -136,6 +136,28 @@ def test_gates(
     torch.testing.assert_close(out, right, rtol=1e-2, atol=1e-2)
 
 
+def test_blocks_with_hyper_connections(device: torch.device) -> None:
+    """Whose input is normed already, with an index of what to see or not."""
+    weights = replace(weights_of(True, False, 1, device, "queries"), norm=None, hyper=object(), index=object())
+    x, turns = torch.randn(1, HIDDEN).half().to(device), torch.randn(1, DIM // 2)
+    view = turns.cos().to(device), turns.sin().to(device)
+    slots, (found, expected) = torch.tensor([5], device=device), (KVPages.empty("fp16", 1, KV_HEADS, 16, DIM),) * 2
+    found, expected = (KVPages(p.k.to(device).clone(), p.v.to(device).clone()) for p in (found, expected))
+    q = attn_in(never, x, weights, *view, found, slots)
+    wanted = REFERENCES["attn_in"](x, weights, *view, expected, slots)
+    lists = [torch.tensor(one, dtype=torch.int32, device=device) for one in ([[0]], [0, 1], [6])]
+    seen: list[AttentionWeights] = []
+
+    def plain(q: torch.Tensor, weights: AttentionWeights, *args: torch.Tensor) -> torch.Tensor:
+        seen.append(weights)
+        return mixers.attention(paged_attention, q, weights, *args)
+
+    out, right = attention(plain, q, weights, found, *lists), REFERENCES["attention"](wanted, weights, expected, *lists)
+    assert not seen[0].gate
+    for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v), (out, right)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
 def test_what_attention_leaves_to_the_composed_segment(device: torch.device) -> None:
     """No gates, and what it does not know."""
     plain, gated = weights_of(False, False, 1, device), weights_of(False, False, 1, device, "queries")

@@ -124,6 +124,12 @@ def test_routed_and_shared_experts_have_limits_of_their_own(tokens: int, device:
     check(made, tokens, device, replace(made.plain, limit=None), replace(made.plain, shared_limit=None))
 
 
+@pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
+def test_with_hyper_connections_nothing_is_added(tokens: int, device: torch.device) -> None:
+    made = Both(*(replace(one, norm=None, hyper=object()) for one in mixture("in kernels", device)))
+    check(made, tokens, device, replace(made.plain, hyper=None))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["int4g-32", "fp4g16"])
 def test_one_row_is_normed_where_it_is_prepared(form: str, device: torch.device) -> None:

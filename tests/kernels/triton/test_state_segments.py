@@ -88,6 +88,7 @@ KINDS: dict[str, Callable[[torch.device], Any]] = {
     "tiled": lambda device: replace(delta(2, 4, 16, 20, device), tiled=True),
     "kimi": lambda device: delta(3, 3, 10, 14, device, kimi=True, rank=8),
     "ling": lambda device: delta(2, 2, 16, 16, device, kimi=True),
+    "hyper": lambda device: replace(delta(2, 4, 10, 6, device), norm=None, hyper=object(), ngrams=object()),
     "mamba": lambda device: mamba(2, device),
     "limited mamba": lambda device: mamba(3, device, (0.3, 0.9)),
     "half-limited mamba": lambda device: mamba(1, device, (0.3, float("inf"))),
@@ -109,6 +110,7 @@ CASES = [
     *(pytest.param("gated delta", lengths, marks=SLOW) for lengths in ([37, 0, 5], [2])),
     *(pytest.param(kind, lengths, marks=SLOW) for kind in list(KINDS)[1:] for lengths in ([1], [1, 1, 1], [18, 0, 3])),
     ("ling", [5]),
+    ("hyper", [1]),
     ("mamba", [1, 1]),
 ]
 
