@@ -47,7 +47,7 @@ def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
         if isinstance(mixer, Stateful):
             found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
         if isinstance(mixer, Attention) and mixer.index is not None:
-            found.append(("index_scores", (mixer.index.num_heads, mixer.index.dim)))
+            found.append(("index_scores", (mixer.index.num_heads, mixer.index.dim, mixer.index.ratio)))
         if isinstance(mixer, GatedDelta):
             sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim
             found.append(("delta_rule", (*sizes, int(mixer.tiled), int(mixer.channel_decay))))

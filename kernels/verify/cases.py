@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -196,12 +196,28 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         if f.kv_format == "fp8":
             scaled = filled_pages(f, total, source, layer_scales=True)
             yield (f"{name}, checkpoint scales", (q, scaled, *metadata, scale, None, shapes.softcap, *sinks))
+    for *_, ratio in _sizes("index_scores", shapes):
+        yield f"blocks of {ratio} tokens", (*_of_blocks(f, ratio, source), scale, None, shapes.softcap)
 
 
-# sizes of ops that only some layers have. index_scores: heads, dim; causal_conv: channels, width; delta_rule: key
-# heads, value heads, k_dim, v_dim, tiled, 1 for a decay per key channel; state_space: heads, groups, head_dim, state
+def _of_blocks(f: OpFacts, ratio: int, source: _Source) -> tuple[Any, ...]:
+    """(q, pages, block table, cu_query_lens, seq_lens) of sparse attention: the queries of one KV head are sequences of
+    one token, and pages are blocks of `ratio` tokens.
+    """
+    lengths = tuple((1, count) for count in (3, ratio, 9 * ratio + 1, 130 * ratio))
+    rows, total = block_table(lengths, ratio)
+    of_head = replace(f, num_heads=f.num_heads // f.num_kv_heads, num_kv_heads=1, page_size=ratio)
+    pages = filled_pages(of_head, total, source)
+    q = source.normal(len(lengths), of_head.num_heads, f.head_dim)
+    starts, counts = range(len(lengths) + 1), [count for _, count in lengths]
+    return q, pages, *(source.ints(list(values), torch.int32) for values in (rows, starts, counts))
+
+
+# sizes of ops that only some layers have. index_scores: heads, dim, tokens of a block; causal_conv: channels, width;
+# delta_rule: key heads, value heads, k_dim, v_dim, tiled, 1 for a decay per key channel; state_space: heads, groups,
+# head_dim, state size
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "index_scores": ((4, 128), (3, 20)),
+    "index_scores": ((4, 128, 4), (3, 20, 8)),
     "causal_conv": ((70, 4),),
     "delta_rule": (
         *((2, 4, 20, 24, 0, 0), (2, 4, 20, 24, 1, 0), (2, 2, 128, 132, 0, 0)),
@@ -225,7 +241,7 @@ def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
 
 
 def _index_scores(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for heads, dim in _sizes("index_scores", shapes):
+    for heads, dim, _ in _sizes("index_scores", shapes):
         for count, num_keys in ((1, 700), (17, 65)):
             q, keys = source.normal(count, heads, dim), source.normal(num_keys, dim)
             keys = keys.float() if source.device.type == "cpu" else keys.bfloat16()

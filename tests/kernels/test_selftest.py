@@ -52,6 +52,12 @@ def forgets_the_sinks(*given: Any) -> Tensor:
     return reference.paged_attention(*given[:8])
 
 
+def needs_pages_of_16_tokens(q: Tensor, pages: Any, *rest: Any) -> Tensor:
+    if pages.k.shape[2] < 16:
+        raise ValueError(f"page size {pages.k.shape[2]}")
+    return reference.paged_attention(q, pages, *rest)
+
+
 def writes_one_slot_too_far(k: Tensor, v: Tensor, pages: Any, slots: Tensor) -> None:
     reference.kv_write(k, v, pages, (slots + 1) % (pages.k.shape[0] * pages.k.shape[2]))
 
@@ -113,6 +119,15 @@ def test_a_kernel_without_sinks_is_caught_where_the_model_has_some(monkeypatch: 
     assert dict(test.table(SHAPES).ops)["paged_attention"] == "planted"
     assert dict(other.table(replace(SHAPES, has_sinks=True)).ops)["paged_attention"] != "planted"
     assert "mixed: relative error" in other.failures[0].reason and not test.failures
+
+
+def test_a_kernel_that_cannot_read_blocks_is_caught_where_the_model_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "paged_attention", needs_pages_of_16_tokens)
+    test, other = SelfTest(), SelfTest()
+    assert dict(test.table(replace(SHAPES, states=())).ops)["paged_attention"] == "planted"
+    sparse = replace(SHAPES, states=(("index_scores", (3, 20, 4)),))
+    assert dict(other.table(sparse).ops)["paged_attention"] != "planted"
+    assert "blocks of 4 tokens: ValueError: page size 4" in other.failures[0].reason and not test.failures
 
 
 FORMATS, HEADS = ("f32", "bf16", "fp16", "int8", "fp8"), ((6, 2, 20), (9, 3, 64), (4, 1, 256))
