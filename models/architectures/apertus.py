@@ -48,8 +48,8 @@ class Apertus(Architecture):
         stated = config.keys.text("hidden_act", ACTIVATION)
         if stated != ACTIVATION:
             raise config.keys.fail("hidden_act", f"is {stated[:60]!r}; {ACTIVATION} is supported")
-        if config.keys.flag("post_norm"):
-            raise config.unsupported(f"{config.source} with norms after its layers")
+        if config.keys.flag("post_norm") or not config.keys.flag("qk_norm", True):
+            raise config.unsupported(f"{config.source} with norms in other places")
         if not config.checkpoint.tensors:
             return _facts(config, *config.rope(), [UNTRAINED] * config.num_layers)
         curves = []
