@@ -26,7 +26,7 @@ from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # the process with Python, torch and the engine imported: 147 MiB with a CPU build of torch 2.13
-CUDA_HOST_BYTES = 350 * MIB  # the same with a CUDA build of torch
+CUDA_HOST_BYTES = 300 * MIB  # the same with a CUDA build of torch, without a GPU: 273 MiB (torch 2.13, CUDA 13)
 # tokenizer memory per vocabulary entry: 36 MiB for 49,152 (smollm2), 134 MiB for 262,144 (gemma3)
 TOKEN_BYTES = 550
 # CUDA context, loaded kernels and library workspaces, which torch's allocator does not count
