@@ -92,7 +92,8 @@ async def test_mutated_bodies(client, service, tiny_llm, count):
         response = await asyncio.wait_for(
             client.post(path, content=body, headers={"content-type": "application/json"}), 20
         )
-        assert response.status_code in (200, 400, 404), (number, path, body[:500], response.text[:300])
+        known = response.status_code in (200, 400, 404) or "deadline_exceeded" in response.text  # a mutated deadline
+        assert known, (number, path, body[:500], response.text[:300])
         assert time.monotonic() - started < 20
         codes[response.status_code] = codes.get(response.status_code, 0) + 1
     assert codes[200] > count * 0.05 and codes[400] > count * 0.3
