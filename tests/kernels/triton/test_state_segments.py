@@ -142,7 +142,7 @@ def vars_of(kept: StateSlots) -> tuple[Tensor, Tensor]:
     return kept.conv, kept.state
 
 
-@pytest.mark.parametrize("lengths", [[1], [2]])
+@pytest.mark.parametrize("lengths", [[1], pytest.param([2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["beta", "decay", "step"])
 def test_a_rate_that_is_no_number_shows(kind: str, lengths: list[int], device: torch.device) -> None:
     """Some products overflow before others, and a fused gate must not turn NaN into a closed one."""

@@ -34,8 +34,11 @@ def test_index_scores(
 def test_a_score_depends_on_no_other_query_and_no_other_key(device: torch.device) -> None:
     q, keys = made(21, 200, 4, 128, device)
     whole = index_scores(q, keys)
+    # the interpreter multiplies with NumPy, whose BLAS adds some rows of a product in another order than others
+    near = 0.0 if device.type == "cuda" else 1e-6
     for row, count in ((0, 1), (6, 77), (20, 199)):
-        assert torch.equal(index_scores(q[row : row + 1], keys[:count])[0], whole[row, :count])
+        found = index_scores(q[row : row + 1], keys[:count])[0]
+        torch.testing.assert_close(found, whole[row, :count], rtol=near, atol=near)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
