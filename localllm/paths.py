@@ -69,7 +69,7 @@ def is_projector(name: str) -> bool:
 def is_drafter(name: str) -> bool:
     """Whether a GGUF file's name marks it as one that drafts for the model next to it, not a model."""
     folder, _, file = name.lower().rpartition("/")
-    return file.startswith(("mtp-", "dflash-", "dspark-")) or folder.rpartition("/")[2] == "mtp"
+    return file.startswith(("mtp-", "dflash-", "dspark-", "eagle3-")) or folder.rpartition("/")[2] == "mtp"
 
 
 def are_models(names: Iterable[str]) -> list[str]:

@@ -22,8 +22,9 @@ from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference
 from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, rows_within, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear
+from localllm.kernels.registry import SEGMENTS
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.table import KernelTable, kernel_table
+from localllm.kernels.table import PLAIN, KernelTable, implementations, kernel_table
 from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
@@ -142,6 +143,12 @@ class Loading(Reader):
         for smaller in head_sizes(self.facts, shapes):  # a kernel that fails here is disabled for all head sizes
             self.selftest.table(smaller, disabled)
         return self.selftest.table(shapes, disabled)
+
+    def composed_table(self, shapes: ModelShapes) -> KernelTable:
+        """As `op_table`, without fused segments, for layers on which these are not tested."""
+        self.op_table(shapes)
+        fused = {impl.key for name in SEGMENTS for impl in implementations(name) if impl not in PLAIN[name]}
+        return kernel_table(shapes.facts, self.disabled | fused)
 
     def segments(
         self,

@@ -57,9 +57,32 @@ def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, w
     return _normed(model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted), own.norm)
 
 
-def predicted_logits(model: Model, hidden: Tensor) -> Tensor:
-    """Rows of `predict` -> float32 [rows, vocab]."""
-    return model.head.linear(hidden).float()
+class MtpHead:
+    """A model's MTP head over its cache, in the form that `engine.mtp.HeadDrafter` drives."""
+
+    taps: tuple[int, ...] = ()  # layers of the model whose outputs it reads; (): only the last hidden state
+
+    def __init__(self, model: Model, cache: KVCache, vocab_size: int) -> None:
+        assert model.predictor is not None
+        self.group = model.predictor.view[0]  # of the cache
+        self.hidden_size = model.facts.hidden_size
+        self._model, self._cache, self._vocab_size = model, cache, vocab_size
+
+    def reserve_positions(self, length: int) -> None:
+        """As of `Model`."""
+        self._model.reserve_positions(length)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the model -> those that `states` takes: [rows, hidden]."""
+        return self._model.normed(hidden)
+
+    def states(self, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
+        """`predict`: the hidden states for the next draft, [rows, hidden]."""
+        return predict(self._model, self._cache, batch, hidden, wanted)
+
+    def best(self, states: Tensor) -> Tensor:
+        """The most likely tokens after rows of `states`: int64 [rows]."""
+        return self._model.head.linear(states).float()[:, : self._vocab_size].argmax(-1)
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

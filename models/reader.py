@@ -50,7 +50,7 @@ class LoadOptions:
     # by layer, the experts that stay in host memory and run on the CPU: see `models.placement`
     host_experts: tuple[frozenset[int], ...] = ()
     predictor: bool = False  # also load the MTP head, if the model has one
-    drafting: tuple[LayerFacts, ...] = ()  # layers of a DFlash drafter, whose keys and values are kept with the model's
+    drafting: tuple[LayerFacts, ...] = ()  # layers of a drafter whose keys and values are kept with the model's
     stream_rows: int = 0  # run a host expert on the device if it has this many rows in a step; 0: never
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tests every chosen kernel on the shapes of this model; None trusts them

@@ -24,9 +24,11 @@ from localllm.engine.speculation import AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.assistant import AssistantModel
 from localllm.models.dflash import DFlashModel
+from localllm.models.eagle3 import Eagle3Head, Eagle3Model
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.models.placement import Mover
+from localllm.models.predictor import MtpHead
 from localllm.plan.plan import Plan
 from localllm.request import CROWD
 
@@ -39,7 +41,7 @@ def assemble(
     model: Model,
     plan: Plan,
     *,
-    draft: Model | AssistantModel | DFlashModel | None = None,
+    draft: Model | AssistantModel | DFlashModel | Eagle3Model | None = None,
     adapters: Residents | None = None,
     meter: Meter | None = None,
     selftest: SelfTest | None = None,
@@ -139,7 +141,7 @@ def _speculation(
 
 
 def _listener(
-    model: Model, draft: Model | AssistantModel | DFlashModel | None, plan: Plan, runner: Runner
+    model: Model, draft: Model | AssistantModel | DFlashModel | Eagle3Model | None, plan: Plan, runner: Runner
 ) -> Reading | None:
     """The drafter that listens to the runner: a given one, or the model's MTP head if it was loaded."""
     vocab_size, all_bytes = model.facts.vocab_size, max(1, model.weight_bytes)
@@ -147,10 +149,19 @@ def _listener(
         return AssistantDrafter(runner, draft, vocab_size, draft.weight_bytes / all_bytes)
     if isinstance(draft, DFlashModel) and plan.num_drafts:
         return _dflash(draft, plan, runner)
+    if isinstance(draft, Eagle3Model) and plan.num_drafts:
+        tables = draft.embedding.nbytes - (0 if draft.own.head else draft.head.nbytes)  # not read in a round, and read
+        share = (draft.weight_bytes - tables) / all_bytes
+        return HeadDrafter(runner, Eagle3Head(draft, runner.cache), share, _captured(plan))
     if model.predictor is None or plan.speculation not in ("auto", "mtp"):
         return None
     share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # the output head and one layer
-    return HeadDrafter(runner, vocab_size, share)
+    return HeadDrafter(runner, MtpHead(model, runner.cache, vocab_size), share)
+
+
+def _captured(plan: Plan) -> int:
+    """Most tokens of a captured step."""
+    return max((*plan.graph_buckets, *plan.guess_buckets), default=0)
 
 
 def _dflash(draft: DFlashModel, plan: Plan, runner: Runner) -> DFlashDrafter:
@@ -159,9 +170,8 @@ def _dflash(draft: DFlashModel, plan: Plan, runner: Runner) -> DFlashDrafter:
     blocks = max(CAPTURED[-1], min(plan.max_parallel, CROWD))
     longest = min(plan.ctx, draft.facts.max_context)
     inputs = DecodeInputs(blocks * facts.block, longest, plan.page_size, plan.num_pages, runner.cache.device)
-    captured = max((*plan.graph_buckets, *plan.guess_buckets), default=0)
     share = (draft.weight_bytes + model.head.linear.nbytes) / max(1, model.weight_bytes)
-    return DFlashDrafter(runner, draft, inputs, captured, share)
+    return DFlashDrafter(runner, draft, inputs, _captured(plan), share)
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:
@@ -186,5 +196,4 @@ def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest 
     vocab = model.facts.vocab_size
     if selftest is not None and not selftest.sampler_passed("triton", sample, vocab, str(device)):
         return None
-    rows = max((*plan.graph_buckets, *plan.guess_buckets), default=0)
-    return DeviceSampler(sample, plan.max_parallel, vocab, device, rows)
+    return DeviceSampler(sample, plan.max_parallel, vocab, device, _captured(plan))

@@ -33,6 +33,7 @@ from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, 
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.assistant import AssistantModel
 from localllm.models.dflash import DFlashModel
+from localllm.models.eagle3 import Eagle3Model
 from localllm.models.model import Model
 from localllm.models.parallel import ParallelModel
 from localllm.plan.plan import Plan
@@ -97,7 +98,7 @@ class Boot:
         planner: Planner,
         selftest: SelfTest,
         *,
-        draft: Model | AssistantModel | DFlashModel | None = None,
+        draft: Model | AssistantModel | DFlashModel | Eagle3Model | None = None,
         adapters: Residents | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
@@ -152,7 +153,7 @@ class Boot:
     @property
     def _reader(self) -> str:
         """What drafts from the model's hidden states."""
-        if isinstance(self._draft, AssistantModel | DFlashModel):
+        if isinstance(self._draft, AssistantModel | DFlashModel | Eagle3Model):
             return "the draft model"
         return "" if self._model.predictor is None else "the MTP head"
 

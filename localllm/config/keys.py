@@ -169,7 +169,7 @@ class EngineOptions:
         TEXT,
         "",
         "smaller model with the same vocabulary, or a drafter published for the model, for speculative decoding; empty:"
-        " only a drafter (mtp-*.gguf, dflash-*.gguf) next to the model",
+        " only a drafter (mtp-*.gguf, dflash-*.gguf, eagle3-*.gguf) next to the model",
     )
     adapters: tuple[str, ...] = _key(
         ADAPTERS, (), "LoRA adapters to load with the model, each as NAME=PATH; PATH is a PEFT folder"

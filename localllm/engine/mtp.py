@@ -1,4 +1,5 @@
-"""Drafts by the model's MTP head, which predicts the token after next from a hidden state and the next token.
+"""Drafts by the model's MTP head or an EAGLE-3 drafter, which predict the token after next from a hidden state and the
+next token.
 
 The head's keys and values are in the model's pages, like those of an extra layer, so they follow prefixes, forks and
 preemption automatically. A slot belongs to a hidden state and is written once the next token is known. The last slot of
@@ -15,8 +16,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from localllm.models.eagle3 import Eagle3Head
 from localllm.models.inputs import ForwardBatch, ImageRows
-from localllm.models.predictor import predict, predicted_logits
+from localllm.models.model import Taps
+from localllm.models.predictor import MtpHead
 
 from .batch import BatchBuilder
 from .cuda_graph import Captured, DecodeGraphs, Run, shapes_of
@@ -27,6 +30,7 @@ from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
 from .sequence import Sequence
 
+EAGLE_DEEP = 3  # draft tokens in mode "always"; published drafters are trained on three to seven
 MOST_KEPT = 64  # hidden states per sequence that may wait for the next draft; with more, the head reads them at once
 
 
@@ -62,28 +66,32 @@ class Heard:
 
 
 class HeadDrafter:
-    """A `PaidDrafter` over the MTP head of a runner's model; it is the runner's `Listener`.
+    """A `PaidDrafter` over a head for a runner's model; it is the runner's `Listener`.
 
-    share   as in `PaidDrafter`
+    captured  most tokens of a captured step of the model
+    share     as in `PaidDrafter`
     """
 
-    name = "mtp"
-    deep = 1
     at_once = False
     reach = ANY_LENGTH
-    taps = None
     kept_bytes = 0  # its pages are the model's
 
-    def __init__(self, runner: Runner, vocab_size: int, share: float) -> None:
-        self.share = share
-        self._model, self._cache, self._vocab_size = runner.model, runner.cache, vocab_size
-        cache = runner.cache
+    def __init__(self, runner: Runner, head: MtpHead | Eagle3Head, share: float, captured: int = 0) -> None:
+        self.name, self.deep = ("draft", EAGLE_DEEP) if head.taps else ("mtp", 1)
+        self.share, self._head, self._cache = share, head, runner.cache
+        cache, model = runner.cache, runner.model
         self._builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
         self._graphs: DecodeGraphs | None = None
         self._hidden = torch.empty(0)  # input of the graphs, float32 [tokens, hidden]
+        few = max(captured, MOST_KEPT), len(head.taps), model.facts.hidden_size
+        zeros = torch.zeros(few, dtype=model.embedding.dtype, device=cache.device)
+        self.taps = Taps(head.taps, zeros) if head.taps else None
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """Store the hidden states of a step: of all its tokens, before the final norm, valid until the next step."""
+        if self.taps is not None:
+            hidden = self.taps.rows(hidden.shape[0]).flatten(1)
+            self.taps.many = None
         row, full = 0, []
         is_small = hidden.shape[0] <= MOST_KEPT
         hidden = hidden.clone() if is_small else hidden
@@ -121,8 +129,7 @@ class HeadDrafter:
         if not asked:
             return [()] * len(sequences)
         hidden, best = self._read([sequence for sequence, _ in asked], guesses=True)
-        assert self._model.predictor is not None
-        size, group = self._cache.page_size, self._model.predictor.view[0]
+        size, group = self._cache.page_size, self._head.group
         rounds = [(asked, best)]  # tokens stay on the device until all rounds are done
         while True:
             depth = len(rounds)
@@ -160,7 +167,7 @@ class HeadDrafter:
                 heard.at, heard.known = heard.at + count, heard.known - count
         if not parts:
             return torch.empty(0), torch.empty(0)
-        return self._pass(parts, ids, self._model.normed(torch.stack(rows)), guesses)
+        return self._pass(parts, ids, self._head.read(torch.stack(rows)), guesses)
 
     def _pass(
         self, parts: list[Scheduled], ids: list[int] | Tensor, hidden: Tensor, guesses: bool
@@ -180,23 +187,21 @@ class HeadDrafter:
             return rows_of(states, last), rows_of(best, last).clone()
         batch = self._batch(parts, ids)
         wanted = from_host(last, torch.int64, self._cache.device)
-        states = predict(self._model, self._cache, batch, hidden, wanted)
-        return states, self._best(states) if guesses else torch.empty(0)
-
-    def _best(self, states: Tensor) -> Tensor:
-        return predicted_logits(self._model, states)[:, : self._vocab_size].argmax(-1)
+        states = self._head.states(batch, hidden, wanted)
+        return states, self._head.best(states) if guesses else torch.empty(0)
 
     def graphs(self, inputs: DecodeInputs, sizes: Many[int], capture: Callable[[Run], Captured]) -> DecodeGraphs:
         """Graphs of the head for these numbers of tokens, used once they are captured.
 
         inputs   may be shared with the model's own graphs
         """
-        self._hidden = torch.zeros((inputs.most, self._model.facts.hidden_size), device=self._cache.device)
+        self._head.reserve_positions(inputs.max_context)
+        self._hidden = torch.zeros((inputs.most, self._head.hidden_size), device=self._cache.device)
 
         def compute(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             hidden = self._hidden[: batch.token_ids.shape[0]]
-            states = predict(self._model, self._cache, batch, hidden, None)
-            return states, self._best(states)
+            states = self._head.states(batch, hidden, None)
+            return states, self._head.best(states)
 
         self._graphs = DecodeGraphs(compute, inputs, shapes_of(sizes, (), False), capture)
         return self._graphs

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from localllm.models.architectures.layers import LayerFacts
     from localllm.models.assistant import AssistantModel
     from localllm.models.dflash import DFlashModel
+    from localllm.models.eagle3 import Eagle3Model
     from localllm.models.loader import LoadOptions, Model
     from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -94,12 +95,13 @@ class Draft:
     @property
     def drafting(self) -> tuple[LayerFacts, ...]:
         """The layers whose keys and values are kept with the target's."""
-        return self.facts.layers if self.facts.dflash is not None else ()
+        return self.facts.layers if self.facts.follower is not None else ()
 
-    def load(self, options: LoadOptions, target: Model) -> Model | AssistantModel | DFlashModel:
+    def load(self, options: LoadOptions, target: Model) -> Model | AssistantModel | DFlashModel | Eagle3Model:
         """Load the weights as stored, on the target's device. `options` are those that the target was loaded with."""
         from localllm.models.assistant import load_assistant
         from localllm.models.dflash import load_dflash
+        from localllm.models.eagle3 import load_eagle3
         from localllm.models.loader import load_model
 
         with self._named_errors():
@@ -110,6 +112,8 @@ class Draft:
                 return load_assistant(self._checkpoint, own, target.facts)
             if self.facts.dflash is not None:
                 return load_dflash(self._checkpoint, own, target)
+            if self.facts.eagle3 is not None:
+                return load_eagle3(self._checkpoint, replace(own, context=options.context), target)
             return load_model(self._checkpoint, own)
 
     def close(self) -> None:

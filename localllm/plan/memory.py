@@ -113,7 +113,7 @@ def table_bytes(facts: ModelFacts) -> int:
     second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
     per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
     quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
-    table = 0 if facts.dflash is not None else facts.vocab_size * facts.hidden_size
+    table = 0 if facts.follower is not None else facts.vocab_size * facts.hidden_size
     return int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
 
 
@@ -212,7 +212,7 @@ class Memory:
         stored table; int4 uses torch's own matmul.
         """
         facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
-        table = 0 if facts.dflash is not None else int(facts.vocab_size * facts.hidden_size * self.table_share)
+        table = 0 if facts.follower is not None else int(facts.vocab_size * facts.hidden_size * self.table_share)
         second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
         per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
         table_held = int(table_bytes(facts) * self.table_share)
@@ -290,8 +290,10 @@ class Memory:
         return unseen
 
     def draft_ctx(self, ctx: int) -> int:
-        """Context of the draft model, limited by its own maximum."""
-        return min(ctx, self.drafter.facts.max_context) if self.drafter is not None else 0
+        """Context of the draft model, limited by its own maximum; an EAGLE-3 drafter follows the model anywhere."""
+        if self.drafter is None:
+            return 0
+        return ctx if self.drafter.facts.eagle3 is not None else min(ctx, self.drafter.facts.max_context)
 
     def room(self, ctx: int) -> int:
         """Bytes left for pages and for state checkpoints beyond the first."""
@@ -429,13 +431,16 @@ class Memory:
             picked = own.picked(self.drafter.facts.vocab_size) if own is not None else 0
             gathered = self.options.max_parallel * picked * self.drafter.facts.hidden_size * (2 + 4)
             terms["activations"] = max(terms["activations"], theirs["activations"] + gathered)
-            if self.drafter.facts.dflash is not None:
-                width = 4 if self.dtype == "float32" else 2
-                rows = min(self.rows, ctx) + 2 * READ_AT_ONCE + WAITING_ROWS * self.options.max_parallel
-                taps = len(self.drafter.facts.dflash.taps)
-                terms["activations"] += rows * taps * self.facts.hidden_size * width
+            dflash, eagle3 = self.drafter.facts.dflash, self.drafter.facts.eagle3
+            width, tokens = 4 if self.dtype == "float32" else 2, min(self.rows, ctx)
+            waiting = WAITING_ROWS * self.options.max_parallel
+            if eagle3 is not None:  # hidden states of the layers: as computed, together, normed; those of its layer
+                terms["activations"] += (3 * tokens + waiting + WAITING_ROWS) * eagle3.width * width
+                terms["activations"] += PREDICTOR_ROWS * tokens * 4 * self.drafter.facts.hidden_size
+            if dflash is not None:
+                terms["activations"] += (tokens + 2 * READ_AT_ONCE + waiting) * dflash.width * width
                 if self.graph_buckets:  # block tables of its own passes
-                    blocks = max(2, min(self.options.max_parallel, CROWD)) * self.drafter.facts.dflash.block
+                    blocks = max(2, min(self.options.max_parallel, CROWD)) * dflash.block
                     pages = -(-self.draft_ctx(ctx) // self.options.page_size)
                     terms["tables"] += len(self._group_bytes) * blocks * pages * 4
             if "graphs" in theirs:

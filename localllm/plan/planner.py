@@ -211,8 +211,9 @@ class Planner:
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
 
     def _with_heads(self, facts: ModelFacts) -> ModelFacts:
-        """The facts without the MTP head, unless the options use it, and with the layers of a DFlash drafter."""
-        if self._drafts is not None and self._drafts.dflash is not None and not facts.pooling:
+        """The facts without the MTP head, unless the options use it, and with the layers of a drafter that reads
+        hidden states."""
+        if self._drafts is not None and self._drafts.follower is not None and not facts.pooling:
             return replace(without_predictor(facts), drafting=self._drafts.layers)
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
         return facts if is_asked else without_predictor(facts)
@@ -237,8 +238,8 @@ class Planner:
             reads = "KV cache" if draft.assistant is not None else "hidden states"
             what = f"{name} reads the {reads} of a model on one device, not on {self.options.tensor_parallel}"
             raise ConfigError(what, "use --tensor-parallel 1, or leave --draft out")
-        if draft.dflash is not None:
-            self._check_dflash(name, draft, facts)
+        if draft.follower is not None:
+            self._check_follower(name, draft, facts)
             return
         assert draft.assistant is not None
         theirs = draft.assistant.hidden, draft.vocab_size
@@ -255,24 +256,21 @@ class Planner:
             )
 
     @staticmethod
-    def _check_dflash(name: str, draft: ModelFacts, facts: ModelFacts) -> None:
-        """Raise ConfigError if a DFlash drafter was trained for another model."""
-        own, hint = draft.dflash, "give --draft the drafter that was published for this model, or leave it out"
+    def _check_follower(name: str, draft: ModelFacts, facts: ModelFacts) -> None:
+        """Raise ConfigError if a drafter that reads hidden states was trained for another model."""
+        own, hint = draft.follower, "give --draft the drafter that was published for this model, or leave it out"
         assert own is not None
         if not all(part is None for part in (facts.inputs, facts.streams, facts.hyper)):
             what = f"{name} cannot draft for a model with per-layer inputs or several residual streams"
             raise ConfigError(what, "leave --draft out")
-        if (draft.hidden_size, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):
+        if (own.hidden, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):
             raise ConfigError(
-                f"{name} drafts for a model with {draft.hidden_size:,} hidden units and {draft.vocab_size:,} tokens,"
+                f"{name} drafts for a model with {own.hidden:,} hidden units and {draft.vocab_size:,} tokens,"
                 f" and this one has {facts.hidden_size:,} and {facts.vocab_size:,}",
                 hint,
             )
-        # in transformers, the output of the last layer is normed
-        if facts.num_layers - 1 <= own.taps[-1] or own.num_layers not in (0, facts.num_layers):
-            fits = own.num_layers in (0, facts.num_layers)
-            count = f"more than {own.taps[-1] + 1}" if fits else own.num_layers
-            what = f"{name} drafts for a model with {count} layers, and this one has {facts.num_layers}"
+        if not own.taps_in(facts.num_layers):
+            what = f"{name} drafts for a model with {own.fitting}, and this one has {facts.num_layers} layers"
             raise ConfigError(what, hint)
 
     @property

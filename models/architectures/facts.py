@@ -17,6 +17,7 @@ from localllm.checkpoint.text_modules import Projection
 from .layers import (
     Assistant,
     DFlash,
+    Eagle3,
     Entry,
     Experts,
     HyperConnections,
@@ -73,8 +74,10 @@ class ModelFacts:
     final_offset: bool = True  # whether `norm_offset` is also added to the weight of the final norm
     embedding_norm: bool = False  # whether embedding rows are normed, without a weight
     assistant: Assistant | None = None  # of models that only draft for a larger one, whose KV cache they read
-    dflash: DFlash | None = None  # of models that only draft for a larger one, whose hidden states they read
-    drafting: tuple[LayerFacts, ...] = ()  # layers of a DFlash drafter, whose keys and values are in this model's pages
+    # of models that only draft for a larger one, whose hidden states they read
+    dflash: DFlash | None = None
+    eagle3: Eagle3 | None = None
+    drafting: tuple[LayerFacts, ...] = ()  # layers of such a drafter, whose keys and values are in this model's pages
     flaw: str = ""  # what the file lacks, so that answers are worse
     vision: ImageFacts | None = None  # the vision tower; None: the model reads text only
     vision_flaw: str = ""  # why there is none although an mmproj file is next to the model
@@ -87,7 +90,12 @@ class ModelFacts:
     @property
     def only_drafts(self) -> bool:
         """Whether the model cannot run without the larger one that it drafts for."""
-        return self.assistant is not None or self.dflash is not None
+        return self.assistant is not None or self.follower is not None
+
+    @property
+    def follower(self) -> DFlash | Eagle3 | None:
+        """What a drafter has that reads the larger model's hidden states."""
+        return self.dflash or self.eagle3
 
     @property
     def causal(self) -> bool:
@@ -166,10 +174,10 @@ class ModelFacts:
     def cache_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layer numbers grouped by cache shape and window: full attention first, then the widest window.
 
-        The MTP head counts as the layer after the last one, and a drafter's layers follow. A DFlash drafter has none of
-        its own: its layers are grouped with those of the larger model.
+        The MTP head counts as the layer after the last one, and a drafter's layers follow. A drafter that reads hidden
+        states has none of its own: its layers are grouped with those of the larger model.
         """
-        if self.dflash is not None:
+        if self.follower is not None:
             return ()
         found: dict[tuple[Any, ...], list[int]] = {}
         for number, layer in enumerate(self.keeping_layers):
@@ -273,8 +281,10 @@ def count_params(facts: ModelFacts) -> int:
     sizes = ((times, shape) for layer, times in facts.kinds for shape in vector_shapes(layer, hidden).values())
     vectors = sum(times * math.prod(shape) for times, shape in sizes)
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
-    if facts.dflash is not None:
-        tables = sum(n * k for n, k in facts.dflash.linears(hidden).values()) + facts.hidden_size
+    own = facts.follower
+    if own is not None:
+        shapes = (*own.linears(hidden).values(), *own.vectors(hidden).values())
+        tables = sum(math.prod(shape) for shape in shapes)
     if facts.inputs is not None:
         tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
     if facts.assistant is not None:

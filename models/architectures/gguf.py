@@ -94,7 +94,7 @@ class GgufConfig(Config):
             raise bad(path, what, key="tensor count", hint=hint, error=UnsupportedModel)
         name = f"{self.names.source('model.embed_tokens')}.weight"
         table = tensors.get(name)
-        if table is None and self.source == "dflash":  # it uses the table of the model that it drafts for
+        if table is None and self.source in ("dflash", "eagle3"):  # it uses the table of the model that it drafts for
             check_vocabulary(path, self.checkpoint.metadata)
             return len(self.checkpoint.metadata["tokenizer.ggml.tokens"])
         if table is None:

@@ -395,9 +395,90 @@ class DFlash:
     mask: int  # token id of a mask
     causal: tuple[bool, ...]  # of each layer: a token of the block sees only those before it, not the whole block
     num_layers: int = 0  # of the larger model; 0: not stated
+    hidden: int = 0  # of the larger model
+
+    @property
+    def width(self) -> int:
+        """Elements of the hidden states of one token that it reads."""
+        return len(self.taps) * self.hidden
+
+    def taps_in(self, num_layers: int) -> tuple[int, ...]:
+        """`taps`, or () if a model with so many layers does not fit. (In transformers the last output is normed.)"""
+        return self.taps if self.taps[-1] < num_layers - 1 and self.num_layers in (0, num_layers) else ()
+
+    @property
+    def fitting(self) -> str:
+        """The larger models that fit, in words."""
+        return f"{self.num_layers} layers" if self.num_layers else f"more than {self.taps[-1] + 1} layers"
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        return {"fc": (hidden, len(self.taps) * hidden)}
+        return {"fc": (hidden, self.width)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"hidden_norm.weight": (hidden,)}
+
+
+D2T = "d2t"  # stored tensor: the token of each row of a drafter's head, in safetensors less the row's number
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """What an EAGLE-3 drafter has: a decoder that predicts the token after next, as an MTP head does, from the next
+    token and a projection of hidden states between the larger model's layers.
+
+    Its first layer attends with two inputs side by side, the token's embedding and the hidden state, each normed.
+    """
+
+    hidden: int  # of the larger model
+    stated: tuple[int, ...] = ()  # numbers of the layers whose hidden states it reads; (): the usual three
+    outputs: bool = False  # they number the layers' outputs, not their inputs
+    table: int = 0  # rows of its own embedding; 0: it uses the larger model's
+    head: int = 0  # rows of its own head; 0: it uses the larger model's
+    mapped: bool = False  # `D2T` says which tokens these rows are
+    norm_residual: bool = False  # the residual stream of the first layer begins with the normed hidden state
+    norm_joined: bool = False  # the hidden states of a token are normed together before the projection
+    norm_each: bool = False  # they are normed one by one
+    norm_output: bool = False  # the next hidden state is the normed output
+
+    @property
+    def width(self) -> int:
+        """As in `DFlash`."""
+        return (len(self.stated) or 3) * self.hidden
+
+    def taps_in(self, num_layers: int) -> tuple[int, ...]:
+        """The layers whose outputs it reads in a model with so many layers, ascending; () if it does not fit.
+
+        Published files number outputs (SpecForge, below `eagle_config`) or inputs (speculators, llama.cpp, NVIDIA). The
+        number of layers itself can only be an input's, that of the final norm.
+        """
+        numbers = self.stated or (2, num_layers // 2, num_layers - 3)
+        back = 0 if self.outputs and max(numbers) < num_layers else 1
+        taps = tuple(number - back for number in numbers)
+        fits = taps == tuple(sorted(set(taps))) and taps[0] >= 0 and taps[-1] < num_layers
+        return taps if fits else ()
+
+    @property
+    def fitting(self) -> str:
+        """The larger models that fit, in words."""
+        return f"at least {max(self.stated) if self.stated else 8} layers"
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        shapes = {"fc": (hidden, self.width)}
+        shapes |= {"model.embed_tokens": (self.table, hidden)} if self.table else {}
+        return shapes | ({"lm_head": (self.head, hidden)} if self.head else {})
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        if self.norm_each:
+            return {f"fc_norm.{index}.weight": (self.hidden,) for index in range(self.width // self.hidden)}
+        return {"input_norm.weight": (self.width,)} if self.norm_joined else {}
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The second norm of a layer whose attention has two inputs side by side."""
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         return {"hidden_norm.weight": (hidden,)}
@@ -426,7 +507,7 @@ class LayerFacts:
     scaled: bool = False  # a stored scalar multiplies the layer's output
     input: LayerInput | None = None
     parallel: bool = False  # attention and feed-forward layer read the same residual stream, and both are added
-    fusion: Fusion | None = None
+    fusion: Fusion | Paired | None = None
     streams: Streams | None = None
     hyper: HyperConnections | None = None
     ngrams: NGrams | None = None

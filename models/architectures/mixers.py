@@ -112,6 +112,7 @@ class Attention:
     v_norm: bool = False  # values are also normed, without a weight
     k_is_v: bool = False  # keys and values come from the same projection
     kv_apart: bool = False  # keys and values are also computed without queries
+    paired: bool = False  # its input is two vectors side by side
     # the earlier layer whose KV cache it reads; it has none of its own. -1: a layer of the model that it drafts for
     shares_kv_with: int | None = None
     index: TokenIndex | None = None
@@ -134,7 +135,8 @@ class Attention:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = {"": [q], "queries": [2 * q], "apart": [q, q], "heads": [q, self.num_heads]}[self.gate]
         sizes = (sum(rows) + 2 * kv,) if self.fused else (*rows, kv, kv)[: len(self.inputs)]
-        shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
+        width = 2 * hidden if self.paired else hidden
+        shapes = {name: (size, width) for name, size in zip(self.inputs, sizes, strict=True)}
         shapes |= {} if self.index is None else self.index.linears(hidden)
         return shapes | {"self_attn.o_proj": (hidden, q)}
 
@@ -159,7 +161,7 @@ class Attention:
         """Values held per token during RoPE, besides the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kv = kv if self.shares_kv_with is None else 0
-        return 2 * q + (q + 2 * kv) + 2 * q + 3 * q * bool(self.gate)
+        return 2 * q + (q + 2 * kv) + 2 * q + 3 * q * bool(self.gate) + 2 * hidden * self.paired
 
 
 @dataclass(frozen=True)

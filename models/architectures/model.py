@@ -18,7 +18,7 @@ from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import CLUSTERS, MIXER, Entry, LayerFacts
+from .layers import CLUSTERS, D2T, MIXER, Entry, LayerFacts
 from .mmproj import AUTO, tower_of
 from .names import TOWER, NameMap
 from .vision import ImageFacts
@@ -169,11 +169,13 @@ class OpenModel(Checkpoint):
         if first is not None:
             what = f"belongs to a layer beyond the {num_layers} that the file declares"
             raise bad(self.path, what, key=first)
-        if facts.dflash is not None:
-            for module, shape in facts.dflash.linears(hidden).items():
+        if facts.follower is not None:
+            for module, shape in facts.follower.linears(hidden).items():
                 self._linear(module, shape)
-            for name, sizes in facts.dflash.vectors(hidden).items():
+            for name, sizes in facts.follower.vectors(hidden).items():
                 self._vector(name, sizes)
+            if facts.eagle3 is not None and facts.eagle3.mapped:
+                self._token_ids(D2T, facts.eagle3.head)
         else:
             self._linear("model.embed_tokens", (facts.vocab_size, hidden))
             if not facts.tied_embeddings:
@@ -190,7 +192,7 @@ class OpenModel(Checkpoint):
         for module, shape in {} if facts.assistant is None else facts.assistant.linears(hidden).items():
             self._linear(module, shape)
         if facts.assistant is not None and facts.assistant.clusters:
-            self._tokens_of_clusters(facts)
+            self._token_ids(CLUSTERS, facts.vocab_size)
         for streams in (facts.streams, facts.hyper):
             for module, shape in {} if streams is None else streams.outer(hidden).items():
                 self._linear(module, shape)
@@ -213,11 +215,11 @@ class OpenModel(Checkpoint):
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
 
-    def _tokens_of_clusters(self, facts: ModelFacts) -> None:
-        info = self.tensors.get(CLUSTERS)
-        if info is None or info.dtype not in ("I32", "I64") or info.shape != (facts.vocab_size,):
+    def _token_ids(self, name: str, count: int) -> None:
+        info = self.tensors.get(name)
+        if info is None or info.dtype not in ("I32", "I64") or info.shape != (count,):
             what = "is missing" if info is None else f"holds {info.dtype} {list(info.shape)}"
-            raise bad(self.path, f"{what}; {facts.vocab_size:,} token ids are expected", key=CLUSTERS)
+            raise bad(self.path, f"{what}; {count:,} token ids are expected", key=name)
 
     def _check_tower(self, vision: ImageFacts, hidden: int) -> None:
         for module, shape in vision.linears().items():

@@ -90,6 +90,8 @@ class NameMap:
 
     def beyond(self, tensors: Iterable[str], num_layers: int) -> Iterator[str]:
         """The tensors of layers numbered `num_layers` or higher."""
+        if "{}" not in self.layer:  # a single layer without a number
+            return iter(())
         layer = re.compile(re.escape(self.layer).replace(r"\{\}", r"(\d{1,9})"))
         found = ((layer.match(name), name) for name in tensors)
         return (name for match, name in found if match and int(match[1]) >= num_layers)

@@ -17,6 +17,7 @@ from .cohere import Cohere, Cohere2
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4, Youtu
 from .dflash import Dflash
+from .eagle3 import Eagle3Drafter
 from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4
@@ -116,6 +117,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Cohere(),
     Cohere2(),
     Dflash(),
+    Eagle3Drafter(),
     Bert(),
     XlmRoberta(),
     NomicBert(),
@@ -175,7 +177,10 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     source, model_type, text = hf.source_of(top), top.text("model_type"), checkpoint.config
     if not source:
         raise top.fail("model_type", "is missing: the file does not say what model this is")
-    if top.raw("architectures") and not _CLASSES.fullmatch(source):
+    kind = text.get("speculators_model_type", Eagle3Drafter.name if "draft_vocab_size" in text else "")
+    if "dflash_config" not in text and (kind == Eagle3Drafter.name or source in Eagle3Drafter.hf_classes):
+        model_type = Eagle3Drafter.name  # the file states that of its layers
+    elif top.raw("architectures") and not _CLASSES.fullmatch(source):
         raise unsupported(top.path, f"{source} (no language model head)", runnable())
     if "dflash_config" in text or source in Dflash.hf_classes:  # the model type is that of its layers
         if source not in Dflash.hf_classes:

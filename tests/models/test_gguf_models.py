@@ -69,7 +69,7 @@ AFMOE = {
 }  # fmt: skip
 # whose converter permutes rows of q and k
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
-PERMUTED += ("granite_swa", "muse-glimmer")
+PERMUTED += ("granite_swa", "muse-glimmer", "eagle3")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -241,6 +241,12 @@ def write_gguf(
         writer.add_uint32("dflash.block_size", config["block_size"])
         writer.add_array("dflash.target_layers", [layer + 1 for layer in config["target_layer_ids"]])
         writer.add_uint32("tokenizer.ggml.mask_token_id", config["mask_token_id"])
+    if arch == "eagle3":
+        writer.add_array("eagle3.target_layers", [layer + 1 for layer in config["taps"]])
+        writer.add_uint32("eagle3.target_hidden_size", config["hidden_size"])
+        for key in ("norm_before_residual", "norm_before_fc"):
+            writer.add_bool(f"eagle3.{key}", config.get(key, False))
+        writer.add_tensor("d2t", config["d2t"].numpy())
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(config.get("tokens") or [f"t{i}" for i in range(vocabulary)])

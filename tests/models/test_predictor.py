@@ -26,7 +26,7 @@ from localllm.llm.draft import check_head
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
-from localllm.models.predictor import predict, predicted_logits
+from localllm.models.predictor import MtpHead, predict
 from localllm.plan.memory import WAITING_ROWS
 from localllm.plan.planner import Planner
 from localllm.quality.quantize import quantize
@@ -107,9 +107,8 @@ def own_logits(model: Model, paged: Any, ids: list[int], chunks: list[int]) -> T
         with torch.inference_mode():
             hidden = model.normed(model.forward(batch, driver.cache))
             after = torch.tensor(ids[start + 1 : start + length + 1])
-            found.append(
-                predicted_logits(model, predict(model, driver.cache, replace(batch, token_ids=after), hidden, None))
-            )
+            states = predict(model, driver.cache, replace(batch, token_ids=after), hidden, None)
+            found.append(model.head.linear(states).float())
         start += length
     return torch.cat(found)
 
@@ -266,7 +265,7 @@ class Checked(HeadDrafter):
     """Keeps what it was asked and what it answered."""
 
     def __init__(self, engine: Engine, deep: int) -> None:
-        super().__init__(engine.runner, 99, 0.1)
+        super().__init__(engine.runner, MtpHead(engine.runner.model, engine.runner.cache, 99), 0.1)
         self.deep = deep
         self.seen: list[tuple[list[int], tuple[int, ...]]] = []
         engine.runner.listener = self

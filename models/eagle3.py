@@ -1,0 +1,233 @@
+"""An EAGLE-3 drafter: loading it, and one pass through it (see `architectures.layers.Eagle3`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.checkpoint.mapped_file import bad
+from localllm.kernels.embedding import Embedding, weight_rows
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import (
+    AttentionWeights,
+    LayerCall,
+    Linear,
+    MlpWeights,
+    Norm,
+    View,
+    forget,
+    linears_of_calls,
+    nbytes_of,
+)
+from localllm.kernels.reference import rms_norm
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.segments import KernelTable
+
+from .architectures import OpenModel
+from .architectures.facts import ModelFacts
+from .architectures.layers import D2T, Eagle3
+from .architectures.sharding import Shard
+from .inputs import ForwardBatch
+from .kv_cache import KVCache
+from .layers import load_layer
+from .loader import Loading, device_failures
+from .model import DecoderLayer, Model
+from .reader import LoadOptions
+from .samples import model_shapes
+
+SAMPLED, NEAR = 64, 0.1  # rows by which two embeddings are compared, and how much a quantized one may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Model:
+    """The loaded weights.
+
+    taps         layers of the larger model whose outputs it reads, ascending
+    calls        each layer with its view's number; the first has no norm and takes two inputs side by side
+    token_norm   over a token's embedding, for the first layer
+    hidden_norm  over the hidden state, for the first layer
+    views        (cache group, rotation)
+    input_norms  over the hidden states before `fc`: none, one over all of a token, or one for each
+    tokens       int64 [rows of the head]: their tokens; None if they are numbered alike
+    """
+
+    facts: ModelFacts
+    taps: tuple[int, ...]
+    layers: tuple[DecoderLayer, ...]
+    calls: tuple[LayerCall, ...]
+    token_norm: Norm
+    hidden_norm: Norm
+    views: tuple[tuple[int, RopeTable], ...]
+    input_norms: tuple[Norm, ...]
+    fc: Linear
+    embedding: Embedding
+    norm: Norm
+    head: Linear
+    tokens: Tensor | None
+    table: KernelTable
+
+    @property
+    def own(self) -> Eagle3:
+        assert self.facts.eagle3 is not None
+        return self.facts.eagle3
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all prepared weights that are not the larger model's."""
+        tables = self.embedding.nbytes + (self.head.nbytes if self.own.head else 0)
+        norms = (self.hidden_norm, self.norm, *self.input_norms)
+        return sum(layer.nbytes for layer in self.layers) + sum(map(nbytes_of, norms)) + self.fc.nbytes + tables
+
+    def reserve_positions(self, length: int) -> None:
+        """As of `Model`."""
+        for _, rope in self.views:
+            rope.reserve(length)
+
+    def forget_pages(self) -> None:
+        """As of `Model`."""
+        forget(linears_of_calls(self.calls), pages_only=True)
+
+    def forget_layers(self) -> None:
+        """As of `Model`."""
+        forget(linears_of_calls(self.calls))
+
+
+def load_eagle3(checkpoint: OpenModel, options: LoadOptions, target: Model) -> Eagle3Model:
+    """Load every weight of `checkpoint`; the facts of `target` include its layers (`ModelFacts.drafting`).
+
+    Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
+    """
+    with device_failures(checkpoint):
+        return _load(Loading(checkpoint, Shard(checkpoint.facts), options), target)
+
+
+def _load(loading: Loading, target: Model) -> Eagle3Model:
+    facts, hidden = loading.facts, loading.facts.hidden_size
+    own = facts.eagle3
+    assert own is not None and target.facts.drafting == facts.layers
+    layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
+    first = layers[0].mixer
+    assert isinstance(first, AttentionWeights) and first.norm is not None
+    ropes = {rope: loading.rope(rope) for rope in facts.ropes}
+    start = len(target.facts.keeping_layers) - facts.num_layers
+    group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
+    pairs = [(group_of[start + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
+    kinds = list(dict.fromkeys(pairs))
+    mixers = (replace(first, norm=None), *(layer.mixer for layer in layers[1:]))
+    made = Eagle3Model(
+        facts=facts,
+        taps=own.taps_in(target.facts.num_layers),
+        layers=layers,
+        calls=tuple(
+            (mixer, layer.ffn, kinds.index(pair)) for mixer, layer, pair in zip(mixers, layers, pairs, strict=True)
+        ),
+        token_norm=first.norm,
+        hidden_norm=loading.norm("model.layers.0.hidden_norm", hidden),
+        views=tuple((group, ropes[rope]) for group, rope in kinds),
+        input_norms=tuple(
+            loading.norm(name.removesuffix(".weight"), size) for name, (size,) in own.vectors(hidden).items()
+        ),
+        fc=loading.linear("draft", ("fc",), (own.linears(hidden)["fc"],)),
+        embedding=_embedding(loading, own, target),
+        norm=loading.norm("model.norm", hidden),
+        head=loading.linear("lm_head", ("lm_head",), ((own.head, hidden),)) if own.head else target.head.linear,
+        tokens=_tokens(loading, own) if own.mapped else None,
+        table=loading.composed_table(model_shapes(facts, loading.op_facts())),
+    )
+    if loading.selftest is not None:
+        loading.selftest.save()
+    return made
+
+
+def _embedding(loading: Loading, own: Eagle3, target: Model) -> Embedding:
+    """The larger model's, unless the file has another one: most have none or a copy. A norm follows, so a row's length
+    does not matter.
+    """
+    theirs = replace(target.embedding, norm_eps=0.0, nbytes=0)
+    if not own.table:
+        return theirs
+    weight = loading.weight("model.embed_tokens", (own.table, loading.facts.hidden_size))
+    if own.hidden == loading.facts.hidden_size:
+        ids = torch.linspace(0, min(own.table, target.facts.vocab_size) - 1, SAMPLED).long()
+        one = functional.normalize(weight_rows(weight)(ids.to(weight.qweight.device)).float().cpu())
+        other = functional.normalize(theirs(ids.to(loading.device)).float().cpu())
+        if (one - other).norm() <= NEAR * one.norm():
+            return theirs
+    return loading.embedding(weight, None)
+
+
+def _tokens(loading: Loading, own: Eagle3) -> Tensor:
+    """The tokens of the head's rows, int64 [rows]. GGUF files hold them, others what is added to a row's number."""
+    checkpoint, vocab_size = loading.checkpoint, loading.facts.vocab_size
+    stored = {"I32": "<i4", "I64": "<i8"}[checkpoint.tensors[D2T].dtype]
+    tokens = torch.from_numpy(checkpoint.read(D2T).view(stored).astype("int64").reshape(-1))
+    if checkpoint.kind != "gguf":
+        tokens = tokens + torch.arange(own.head)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        what = f"names tokens from {int(tokens.min()):,} to {int(tokens.max()):,}; the vocabulary has {vocab_size:,}"
+        raise bad(checkpoint.path, what, key=D2T)
+    return tokens.to(loading.device)
+
+
+class Eagle3Head:
+    """An EAGLE-3 drafter over a model's cache, in the form that `engine.mtp.HeadDrafter` drives."""
+
+    def __init__(self, own: Eagle3Model, cache: KVCache) -> None:
+        self.taps, self.group, self._own = own.taps, own.views[own.calls[0][2]][0], own
+        self.hidden_size = own.facts.hidden_size
+        self.reserve_positions = own.reserve_positions
+        self._first, self._rest = cache.drafting[0], cache.drafting[1:]
+        self._calls = own.calls[1:]  # kept, because kernels cache what they derive from a tuple of layers
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """The larger model's hidden states, [rows, taps * hidden] -> [rows, hidden]."""
+        norms = self._own.input_norms
+        if norms:
+            parts = zip(hidden.chunk(len(norms), -1), norms, strict=True)
+            hidden = torch.cat([_normed(part, norm) for part, norm in parts], -1)
+        return self._own.fc(hidden)
+
+    def states(self, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
+        """As `predictor.MtpHead.states`."""
+        own, table = self._own, self._own.table
+        rows = own.embedding(batch.token_ids)
+        hidden = hidden.to(rows.dtype)
+        normed = _normed(hidden, own.hidden_norm)
+        both = torch.cat([_normed(rows, own.token_norm), normed], -1)
+        x = normed if own.own.norm_residual else hidden.clone()
+        views = self._views(batch)
+        weights, ffn, view = own.calls[0]
+        assert isinstance(weights, AttentionWeights) and isinstance(ffn, MlpWeights)
+        assert isinstance(self._first, KVPages)
+        cos, sin, block_table, slot_mapping = views[view]
+        lens = batch.cu_query_lens, batch.seq_lens_tensor
+        q = table.attn_in(both, weights, cos, sin, self._first, slot_mapping)
+        attended = table.attention(q, weights, self._first, block_table, *lens)
+        if wanted is not None and not self._rest:
+            attended, x = attended[wanted], x[wanted]
+        x = table.mlp(table.attn_out(attended, x, weights), ffn)
+        if self._rest:
+            x = table.decoder(x, self._calls, self._rest, views, *lens, wanted)
+        return _normed(x, own.norm) if own.own.norm_output else x
+
+    def best(self, states: Tensor) -> Tensor:
+        """As `predictor.MtpHead.best`."""
+        own = self._own
+        rows = states if own.own.norm_output else _normed(states, own.norm)
+        best = own.head(rows)[:, : own.own.head or own.facts.vocab_size].argmax(-1)
+        return best if own.tokens is None else own.tokens[best]
+
+    def _views(self, batch: ForwardBatch) -> list[View]:
+        length = max(batch.seq_lens)
+        found = []
+        for group, rope in self._own.views:
+            pages = batch.groups[group]
+            found.append((*rope.rows(batch.positions, length), pages.block_table, pages.slot_mapping))
+        return found
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps)
