@@ -22,6 +22,7 @@ from localllm.kernels.verify.cases import SIZES, ModelShapes
 from localllm.kernels.verify.sampling_trial import sampler_error
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import linear_error, op_error
+from localllm.models.architectures import ModelFacts
 from localllm.models.model import Model
 
 Found = Iterator[tuple[str, str]]  # (check, "" or the error)
@@ -214,10 +215,16 @@ def guessed(model: Model, place: Place, kv: str) -> str:
     return "; ".join(f"{how}: {count}" for how, count in found.items())
 
 
-def drafter(place: Place, kv: str) -> Found:
-    """Check a DFlash drafter, batch-invariantly: its kernels, equal drafts in graphs and launched, equal answers."""
+def drafters(place: Place, kv: str) -> Found:
+    """Check drafters that read hidden states: see `drafter`."""
     facts = gpu_models.facts_of(place.model("0.6B"), "bf16", num_layers=4 if not place.is_dry else 1)
-    own, test = gpu_models.drafter_of(facts), SelfTest()
+    for own in gpu_models.drafters_of(facts):
+        yield from drafter(place, kv, facts, own)
+
+
+def drafter(place: Place, kv: str, facts: ModelFacts, own: ModelFacts) -> Found:
+    """Check a drafter, batch-invariantly: its kernels, equal drafts in graphs and launched, equal answers."""
+    test = SelfTest()
     facts = replace(facts, drafting=own.layers)
     model = gpu_models.load(facts, "bf16", place.kv(kv), place, deterministic=True, selftest=test)
     draft = gpu_models.load_drafter(own, place.kv(kv), place, model, test)
@@ -256,7 +263,7 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
         found[f"model {form}"] = partial(whole, place, form, kv)
     for form, kv in models[1:2] if place.is_dry else models[:3]:
         found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
-    found["drafter"] = partial(drafter, place, "fp8" if not place.is_dry else "bf16")
+    found["drafters"] = partial(drafters, place, "fp8" if not place.is_dry else "bf16")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
     both = [("bfloat16", kv) for kv in ("fp8", "bf16", "int8", "fp16")] * (not place.is_dry)

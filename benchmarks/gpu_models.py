@@ -14,11 +14,12 @@ from localllm.kernels import Weight
 from localllm.kernels.layer_weights import ExpertsWeights, Norm
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures.facts import ModelFacts, count_linear_params, count_params, kv_bytes_per_token
-from localllm.models.architectures.layers import Dense, DFlash, Experts, LayerFacts
+from localllm.models.architectures.layers import Dense, DFlash, Eagle3, Experts, LayerFacts, Paired
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.names import hf_names
 from localllm.models.architectures.sharding import Shard
 from localllm.models.dflash import DFlashModel, read_dflash
+from localllm.models.eagle3 import Eagle3Model, read_eagle3
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 
@@ -153,20 +154,30 @@ def load(
     return RandomLoading(facts, form, options).model()
 
 
-def drafter_of(facts: ModelFacts) -> ModelFacts:
-    """Facts of a DFlash drafter of two layers, the second with a window."""
+def drafters_of(facts: ModelFacts) -> tuple[ModelFacts, ModelFacts]:
+    """Facts of a DFlash drafter of two layers, the second with a window, and of an EAGLE-3 drafter."""
     attention = facts.layers[0].mixer
     assert isinstance(attention, Attention)
     full = LayerFacts(replace(attention, kv_apart=True), Dense(facts.intermediate_size))
     windowed = replace(full, mixer=replace(attention, kv_apart=True, window=64))
-    own = DFlash(tuple(sorted({0, max(0, facts.num_layers - 2)})), 16, facts.vocab_size - 1, (False, True))
-    return replace(facts, name=f"{facts.name}-DFlash", layers=(full, windowed), dflash=own, stored_format="bf16")
+    taps = tuple(sorted({0, max(0, facts.num_layers - 2)}))
+    block = DFlash(taps, 16, facts.vocab_size - 1, (False, True), facts.hidden_size)
+    paired = replace(full, mixer=replace(attention, paired=True), fusion=Paired())
+    eagle3 = Eagle3(facts.hidden_size, tuple(tap + 1 for tap in taps))
+    common = {"stored_format": "bf16"}
+    return (
+        replace(facts, name=f"{facts.name}-DFlash", layers=(full, windowed), dflash=block, **common),
+        replace(facts, name=f"{facts.name}-EAGLE-3", layers=(paired,), eagle3=eagle3, **common),
+    )
 
 
-def load_drafter(facts: ModelFacts, kv: str, place: Place, target: Model, selftest: SelfTest) -> DFlashModel:
+def load_drafter(
+    facts: ModelFacts, kv: str, place: Place, target: Model, selftest: SelfTest
+) -> DFlashModel | Eagle3Model:
     """Create a drafter whose products are batch-invariant; the facts of `target` include its layers."""
     options = LoadOptions(place.device, place.dtype, kv, deterministic=True, selftest=selftest)
-    return read_dflash(RandomLoading(facts, "bf16", options), target)
+    read = read_dflash if facts.dflash is not None else read_eagle3
+    return read(RandomLoading(facts, "bf16", options), target)
 
 
 def read_bytes(model: Model) -> int:

@@ -20,6 +20,7 @@ from localllm.kernels.triton import ops, product, product_tiles
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.architectures.facts import ModelFacts
 from localllm.models.dflash import DFlashModel
+from localllm.models.eagle3 import Eagle3Model
 from localllm.models.model import Model
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -141,7 +142,7 @@ class Place:
         """Median seconds of a call with a cold L2 cache."""
         return gpu_seconds(call)
 
-    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | None = None) -> Engine:
+    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | Eagle3Model | None = None) -> Engine:
         """Build an engine."""
         return assemble(model, plan, draft=draft)
 
@@ -197,7 +198,7 @@ class Rehearsal(Place):
 
     cold_seconds = seconds
 
-    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | None = None) -> Engine:
+    def assembled(self, model: Model, plan: Plan, draft: DFlashModel | Eagle3Model | None = None) -> Engine:
         """Build an engine on the CPU whose graphs are calls."""
         return assemble(model, replace(plan, device="cpu"), draft=draft, capture=_again)
 

@@ -19,6 +19,7 @@ from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.kernels.layer_weights import AttentionWeights
 from localllm.models.dflash import DFlashModel
+from localllm.models.eagle3 import Eagle3Model
 from localllm.models.model import Model
 from localllm.request import Request, SamplingParams
 
@@ -196,8 +197,8 @@ def _ids(model: Model) -> int:
 
 def generate(
     model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True,
-    known: Known | None = None, draft: DFlashModel | None = None, drafts: list[list[tuple[int, ...]]] | None = None,
-    tokens: int = 0,
+    known: Known | None = None, draft: DFlashModel | Eagle3Model | None = None,
+    drafts: list[list[tuple[int, ...]]] | None = None, tokens: int = 0,
 ) -> list[list[int]]:  # fmt: skip
     """Greedy and seeded answers of a few requests that arrive staggered, or each after the last has ended.
 

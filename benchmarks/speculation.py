@@ -1,7 +1,7 @@
 """Gain of speculation when an answer repeats its prompt, and its cost when nothing repeats.
 
-    python benchmarks/speculation.py [MODEL ...] [--draft | --dflash] [--tokens 400] [--repeat 5] [--threads 2]
-        [--json FILE]
+    python benchmarks/speculation.py [MODEL ...] [--draft | --dflash | --eagle3] [--tokens 400] [--repeat 5]
+        [--threads 2] [--json FILE]
 
 The answer is forced token by token, so both modes write the same text: `edit` is the prompt with one line in five
 rewritten (80 % repeats), `fresh` repeats nothing. Modes alternate; a row is the median of tokens per second and of
@@ -13,7 +13,9 @@ right. The row compares the speed with that predicted from this rate and the ste
 
 --dflash measures a DFlash drafter with random weights (five layers, blocks of 16) for a random Qwen3-1.7B in Q4_K_M.
 `wrong` is the cost of drafts that are never right, in mode auto (target: <= 2 % slower); `right` replaces the drafts by
-the text, nine in ten tokens right, and compares the speed with that predicted from the times of steps and passes.
+the text, nine in ten tokens right, and compares the speed with that without drafts.
+
+--eagle3 measures an EAGLE-3 drafter (one layer, a head for 32,000 tokens) likewise.
 The last stdout line is one JSON document, which `--json` also writes to a file.
 """
 
@@ -186,38 +188,60 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def write_dflash(folder: Path, shape: synthetic.Shape, vocab: int, block: int = 16) -> Path:
-    """A DFlash drafter with random weights for a model of this shape."""
+def _layer(number: int, shape: synthetic.Shape, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors; attention reads `width` elements."""
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    shapes: dict[str, tuple[int, ...]] = {f"{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    shapes |= {f"self_attn.{name}_proj": (n, width) for name, n in zip("qkv", (q, kv, kv), strict=True)}
+    shapes |= {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, shape.intermediate)}
+    shapes |= {f"mlp.{name}_proj": (shape.intermediate, hidden) for name in ("gate", "up")}
+    return {f"layers.{number}.{name}.weight": of for name, of in shapes.items()}
+
+
+def _written(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], **more: Any) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    taps = [1 + number * (shape.layers - 4) // 4 for number in range(5)]
-    config = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden, "vocab_size": vocab,
-        "intermediate_size": shape.intermediate, "num_hidden_layers": 5, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "block_size": block,
-        "num_target_layers": shape.layers, "dflash_config": {"target_layer_ids": taps, "mask_token_id": vocab - 1},
-    }  # fmt: skip
-    shapes = {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    for layer in range(5):
-        start = f"layers.{layer}."
-        shapes |= {f"{start}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{start}self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
-        shapes |= {
-            f"{start}self_attn.{name}_proj.weight": (n, hidden) for name, n in zip("qkv", (q, kv, kv), strict=True)
-        }
-        shapes |= {
-            f"{start}self_attn.o_proj.weight": (hidden, q),
-            f"{start}mlp.down_proj.weight": (hidden, shape.intermediate),
-        }
-        shapes |= {f"{start}mlp.{name}_proj.weight": (shape.intermediate, hidden) for name in ("gate", "up")}
     torch.manual_seed(0)
     tensors = {name: torch.randn(of).mul_(of[-1] ** -0.5).bfloat16() for name, of in shapes.items()}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors | more, folder / "model.safetensors")
     return folder
+
+
+def _sizes(shape: synthetic.Shape, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": shape.hidden, "vocab_size": vocab, "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+    }  # fmt: skip
+
+
+def write_dflash(folder: Path, shape: synthetic.Shape, vocab: int) -> Path:
+    """A DFlash drafter with random weights for a model of this shape."""
+    hidden, taps = shape.hidden, [1 + number * (shape.layers - 4) // 4 for number in range(5)]
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 5, "block_size": 16,
+        "num_target_layers": shape.layers, "dflash_config": {"target_layer_ids": taps, "mask_token_id": vocab - 1},
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(taps) * hidden)}
+    shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(5):
+        norms = {f"layers.{layer}.self_attn.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+        shapes |= _layer(layer, shape, hidden) | norms
+    return _written(folder, config | _sizes(shape, vocab), shapes)
+
+
+def write_eagle3(folder: Path, shape: synthetic.Shape, vocab: int) -> Path:
+    """An EAGLE-3 drafter with random weights for a model of this shape."""
+    import torch
+
+    hidden, drafted = shape.hidden, min(32_000, vocab)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": drafted}
+    shapes = _layer(0, shape, 2 * hidden) | {"layers.0.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (drafted, hidden)}
+    d2t = torch.zeros(drafted, dtype=torch.int64)
+    return _written(folder, config | _sizes(shape, vocab) | {"num_hidden_layers": 1}, shapes, d2t=d2t)
 
 
 def corrected(llm: LLM, text: list[int], prompt: int, rng: random.Random) -> None:
@@ -236,12 +260,13 @@ def corrected(llm: LLM, text: list[int], prompt: int, rng: random.Random) -> Non
     drafter.propose = propose
 
 
-def measure_dflash(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a DFlash drafter whose drafts are wrong, and one whose drafts are mostly right, against none."""
+def measure_drafter(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a drafter whose drafts are wrong, and one whose drafts are mostly right, against none."""
+    name, write, deep = ("eagle3", write_eagle3, 1) if options.eagle3 else ("dflash", write_dflash, 15)
     rng, shape = random.Random(0), synthetic.REAL["qwen3-1.7b"]
     with tempfile.TemporaryDirectory() as folder, LLM(DRAFT, ctx=512) as small:
         path = synthetic.write_model(Path(folder) / "target.gguf", "Q4_K_M", 0, shape, small.path)
-        draft = str(write_dflash(Path(folder) / "drafter", shape, small.facts.vocab_size))
+        draft = str(write(Path(folder) / "drafter", shape, small.facts.vocab_size))
         common: dict[str, Any] = {"threads": options.threads, "ctx": 2048}
         with (
             LLM(path, speculation="off", **common) as off,
@@ -256,7 +281,7 @@ def measure_dflash(options: argparse.Namespace) -> dict[str, Any]:
                 run = [one_run(llm, prompt, text) for llm in (off, wrong, right)]
                 speculation = right.engine.stepper.speculation
                 assert speculation is not None
-                _, pass_s = speculation.times_of(1, 15)
+                _, pass_s = speculation.times_of(1, deep)
                 if number:  # the first one warms up
                     runs.append((*run, pass_s or 0.0))
     plain, unused, used = (statistics.median(run[at]["tps"] for run in runs) for at in range(3))
@@ -268,7 +293,7 @@ def measure_dflash(options: argparse.Namespace) -> dict[str, Any]:
         "acceptance": statistics.median(run[2]["acceptance"] for run in runs), "met": cost >= 1 / COST_LINE,
     }  # fmt: skip
     print(
-        f"dflash: {plain:.1f} tok/s; wrong {unused:.1f} ({cost:.2f}x), right {used:.1f} ({gain:.2f}x);"
+        f"{name}: {plain:.1f} tok/s; wrong {unused:.1f} ({cost:.2f}x), right {used:.1f} ({gain:.2f}x);"
         f" a pass {pass_ms:.0f} ms",
         flush=True,
     )
@@ -284,6 +309,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--dflash", action="store_true")
+    parser.add_argument("--eagle3", action="store_true")
     parser.add_argument("--target-layers", type=int, default=24)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -292,7 +318,8 @@ def main() -> None:
         "threads": options.threads, "load_before": os.getloadavg()[0],
         "models": (
             {"draft": measure_draft(options)} if options.draft
-            else {"dflash": measure_dflash(options)} if options.dflash
+            else {"eagle3" if options.eagle3 else "dflash": measure_drafter(options)}
+            if options.dflash or options.eagle3
             else {Path(name).name: measure(name, options) for name in options.models}
         ),
     }  # fmt: skip

@@ -101,10 +101,11 @@ def load_eagle3(checkpoint: OpenModel, options: LoadOptions, target: Model) -> E
     Raises BadModelFile or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
     with device_failures(checkpoint):
-        return _load(Loading(checkpoint, Shard(checkpoint.facts), options), target)
+        return read_eagle3(Loading(checkpoint, Shard(checkpoint.facts), options), target)
 
 
-def _load(loading: Loading, target: Model) -> Eagle3Model:
+def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
+    """As `load_eagle3`, by a load in progress."""
     facts, hidden = loading.facts, loading.facts.hidden_size
     own = facts.eagle3
     assert own is not None and target.facts.drafting == facts.layers

@@ -449,7 +449,8 @@ def _speculation_reasons(memory: Memory) -> Iterator[str]:
     if drafter is not None:
         kept = " and its own KV cache"
         if drafter.facts.only_drafts:
-            kept = f" and the KV cache of {len(facts.drafting)} layers" if facts.drafting else ""
+            many = len(facts.drafting)
+            kept = f" and the KV cache of {many} layer{'s' * (many > 1)}" if many else ""
         held = f"{gib(drafter.weights_and_read[0], 2)} of weights{kept}"
         yield f"draft {memory.options.draft or drafter.facts.name}: drafts tokens {when}; the plan includes {held}"
     elif asked == "draft":

@@ -73,7 +73,7 @@ class Dflash(Architecture):
         )
         rope = rope if own.flag("is_neox_style", True) else replace(rope, interleaved=True)
         taps = _checked(own, "target_layer_ids", layers)
-        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal, count, config.hidden_size))
+        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal, config.hidden_size, count))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         """llama.cpp counts the inputs of layers, so the output of layer 1 is its number 2."""
@@ -87,7 +87,7 @@ class Dflash(Architecture):
         windows = config.windows()
         # no key says so; only those of z-lab have both kinds of layers
         causal = tuple(window is not None and None in windows for window in windows)
-        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal, hidden=config.hidden_size))
+        return _facts(config, rope, context, windows, DFlash(taps, block, mask, causal, config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":

@@ -394,8 +394,8 @@ class DFlash:
     block: int  # tokens of a pass: the last known one and masks, which become drafts
     mask: int  # token id of a mask
     causal: tuple[bool, ...]  # of each layer: a token of the block sees only those before it, not the whole block
+    hidden: int  # of the larger model
     num_layers: int = 0  # of the larger model; 0: not stated
-    hidden: int = 0  # of the larger model
 
     @property
     def width(self) -> int:
