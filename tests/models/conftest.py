@@ -59,7 +59,8 @@ LAGUNA_ROPE = {
     "full_attention": YARN | {"partial_rotary_factor": 0.5},
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
-RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid")  # whose files name tensors differently than the modules of transformers
+# whose files name tensors differently than the modules of transformers
+RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid")
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
