@@ -59,11 +59,11 @@ class OlmoHybrid(Olmo2):
 
 
 def _has_rope(config: HfConfig) -> bool:
-    """Files without RoPE have no theta, or null; the published ones stated that in three ways."""
+    """Whether attention has RoPE: not if a null stands in place of its base, which files have stated in three ways."""
     stated = object_of(config.given, "rope_parameters")
     if stated.get("rope_theta", config.keys.raw("rope_theta")) is not None:
         return True
-    return "rope_theta" not in stated and stated.get("rope_type") is not None
+    return None not in stated.values() and not any(map(config.is_null, ("rope_parameters", "rope_theta")))
 
 
 def _attends(layer: int, num_layers: int) -> bool:

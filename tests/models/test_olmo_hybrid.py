@@ -83,6 +83,7 @@ def test_layer_patterns(kinds: Any, tiny_of: Callable, paged: Any, tmp_path: Pat
 
 ROPES: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": None, "rope_theta": None}, "off"),
+    ({"rope_parameters": None}, "off"),
     ({"rope_parameters": {"rope_type": None}}, "off"),
     ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, "off"),
     ({"rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"}}, "none"),
@@ -92,7 +93,7 @@ ROPES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "scaling"), ROPES, ids=[str(index) for index in range(len(ROPES))])
-def test_attention_has_rope_if_its_base_is_stated(
+def test_attention_has_no_rope_if_its_base_is_null(
     change: dict[str, Any], scaling: str, tiny: Callable, tmp_path: Path
 ) -> None:
     with open_model(tiny("olmo-hybrid").save(tmp_path, **change)) as checkpoint:
