@@ -405,6 +405,7 @@ def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
         v_dim=facts.v_dim,
         floor=facts.floor,
         sigmoid_gate=True,
+        beta_scale=facts.beta_scale,
         a_up=a_up,
         z_up=z_up,
     )
