@@ -261,6 +261,7 @@ class DeltaWeights:
     tiled: bool = False  # value head j uses key head j % num_k_heads
     floor: float | None = None  # below 0: log decay = floor · sigmoid(-decay · (a + dt_bias)) instead
     sigmoid_gate: bool = False  # gates are sigmoid(z), not silu(z)
+    beta_scale: float = 1.0  # beta = beta_scale · sigmoid(b); above 1 the state may have negative eigenvalues
     a_up: Linear | None = None  # the last rows of `ba` -> a
     z_up: Linear | None = None  # the last rows of `qkvz` -> z
     join: Join | None = None  # for `out`, with tensor parallelism
@@ -404,7 +405,8 @@ FUSED_LATENT = frozenset(
 FUSED_DELTA = frozenset(
     (
         *("norm", "qkvz", "ba", "out", "conv", "decay", "dt_bias", "out_norm"),
-        *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled", "floor", "sigmoid_gate", "a_up", "z_up"),
+        *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled", "floor", "sigmoid_gate", "beta_scale"),
+        *("a_up", "z_up"),
     )
 )
 FUSED_CONV = frozenset(("norm", "inputs", "out", "conv", "bias", "post_norm"))

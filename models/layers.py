@@ -44,6 +44,7 @@ from .architectures.mixers import (
     Mamba2,
     RopeFacts,
     ShortConv,
+    SplitDelta,
     TokenIndex,
 )
 from .model import DecoderLayer
@@ -362,7 +363,7 @@ def _by_part(heads: int, sizes: Sequence[int]) -> Tensor:
 
 def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
     decay = layer.vector("linear_attn.A_log")
-    norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # no norm_offset here
+    eps = layer.reader.facts.rms_norm_eps if facts.norm_eps is None else facts.norm_eps
     heads, ratio = facts.num_k_heads, facts.num_v_heads // facts.num_k_heads
     parts = (facts.k_dim, facts.k_dim, ratio * facts.v_dim, ratio * facts.v_dim)
     return DeltaWeights(
@@ -370,16 +371,17 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
         qkvz=layer.linear("qkvz", *facts.inputs, order=_by_part(heads, parts) if facts.grouped else None),
         ba=layer.linear("ba", *facts.rates, order=_by_part(heads, (ratio, ratio)) if facts.grouped_rates else None),
         **layer.joined("o", "linear_attn.out_proj"),
-        conv=layer.vector("linear_attn.conv1d.weight"),
+        conv=torch.cat([layer.vector(name) for name in facts.convs]),
         decay=-decay.exp() if facts.log_decay else decay,
         dt_bias=layer.vector("linear_attn.dt_bias"),
-        out_norm=norm,
+        out_norm=Norm(layer.vector("linear_attn.norm.weight"), eps),  # no norm_offset here
         num_k_heads=facts.num_k_heads,
         num_v_heads=facts.num_v_heads,
         k_dim=facts.k_dim,
         v_dim=facts.v_dim,
         tiled=facts.tiled,
         sigmoid_gate=facts.sigmoid_gate,
+        beta_scale=facts.beta_scale,
         hyper=layer.hyper("attn"),
         ngrams=layer.ngrams(),
     )
@@ -403,6 +405,7 @@ def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
         v_dim=facts.v_dim,
         floor=facts.floor,
         sigmoid_gate=True,
+        beta_scale=facts.beta_scale,
         a_up=a_up,
         z_up=z_up,
     )
@@ -526,6 +529,7 @@ _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
+    SplitDelta: _gated_delta,
     KimiDelta: _kimi_delta,
     ShortConv: _short_conv,
     Mamba2: _mamba,

@@ -12,7 +12,7 @@ typedef struct {
     int64_t hidden, k_heads, v_heads, k_dim, v_dim, tiled;
     int64_t wide, sigmoid_gate; /* wide: a decay per key channel; each key head then has one value head */
     int64_t alone;              /* the output replaces x */
-    double floor;               /* 0: none */
+    double floor, beta_scale;   /* floor 0: none */
     ll_norm norm, out_norm;
     ll_linear_op inputs, rates, out; /* rates.parts 0: the rates are the last outputs of `inputs` */
     ll_linear_op a_up, z_up;         /* map the last outputs of rates to decays, of inputs to gates; without parts: absent */
@@ -73,7 +73,7 @@ static void delta_value_head(const delta_segment *j, float *state, int64_t head,
     const int64_t values = l->v_heads * l->v_dim;
     for (int64_t t = 0; t < count; t++) {
         const float *alphas = j->alphas + (at + t) * j->alpha_stride;
-        beta[t] = sigmoid(vf_set1(j->betas[(at + t) * j->beta_stride + head]))[0];
+        beta[t] = sigmoid(vf_set1(j->betas[(at + t) * j->beta_stride + head]))[0] * (float)l->beta_scale;
         if (l->wide) channel_decays(l, head, alphas + head * l->k_dim, given->k + t * l->k_dim, factor + t * l->k_dim, read + t * l->k_dim);
         else factor[t] = expf(softplus_of(alphas[head] + l->dt_bias[head]) * l->decay[head]);
     }

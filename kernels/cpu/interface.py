@@ -160,7 +160,7 @@ class CDeltaLayer(ctypes.Structure):
 
     _fields_ = [
         *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled wide sigmoid_gate alone"),
-        ("floor", c_double),
+        *_each(c_double, "floor beta_scale"),
         *_each(CNorm, "norm out_norm"),
         *_each(CLinear, "inputs rates out a_up z_up"),
         ("conv", CConv),

@@ -120,6 +120,7 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
         sigmoid_gate=w.sigmoid_gate,
         alone=w.hyper is not None,
         floor=w.floor or 0.0,
+        beta_scale=w.beta_scale,
         norm=_norm(w.norm, kept),
         out_norm=_norm(w.out_norm, kept),
         inputs=inputs,

@@ -168,7 +168,7 @@ def _walk(
     v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
-    FLOOR: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance ROWS rows of a head's state through the tokens of one sequence, token by token.
 
@@ -202,7 +202,7 @@ def _walk(
         given = tl.load(v + t * v_stride + head * V_DIM + d, mask=d < V_DIM, other=0.0).to(tl.float32)
         share = tl.load(rate + t * rate_stride + head).to(tl.float32)
         if RAW:
-            share = _sigmoid(share) if DELTA else _step(share, own_bias, LEAST, MOST)
+            share = _sigmoid(share) * BETA if DELTA else _step(share, own_bias, LEAST, MOST)
         if DELTA:
             k_row = _unit(k_row)
             q_row = _unit(q_row) * (K_DIM**-0.5)
@@ -262,7 +262,8 @@ def _chunks(
     v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
-    FLOOR: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance ROWS rows of a head's state through the chunks of one sequence; padding after its end has no effect."""
     wait_for_previous(PDL)
@@ -302,7 +303,7 @@ def _chunks(
         given = tl.load(v + t[:, None] * v_stride + d[None, :], mask=real, other=0.0).to(tl.float32)
         share = tl.load(rate + t * rate_stride, mask=there, other=0.0).to(tl.float32)
         if RAW:
-            share = tl.where(there, _sigmoid(share) if DELTA else _step(share, own_bias, LEAST, MOST), 0.0)
+            share = tl.where(there, _sigmoid(share) * BETA if DELTA else _step(share, own_bias, LEAST, MOST), 0.0)
         if DELTA:
             keys = _unit(keys)
             queries = _unit(queries) * (K_DIM**-0.5)
@@ -350,12 +351,14 @@ class Raw(NamedTuple):
     speed   float32 [num_heads], below 0: log decay = speed · softplus(a + bias)
     floor   below 0: log decay = floor · sigmoid(-speed · (a + bias)); 0: none
     steps   limits of Mamba-2's time steps softplus(rate + bias); the highest is 0 if there are none
+    scale   beta = scale · sigmoid(rate)
     """
 
     bias: Tensor
     speed: Tensor
     floor: float = 0.0
     steps: tuple[float, float] = (0.0, 0.0)
+    scale: float = 1.0
 
 
 def run(
@@ -370,7 +373,7 @@ def run(
 ) -> Tensor:
     """Launch a recurrence. given: values, keys, queries [num_tokens, heads, dim]; kept: state, slots, cu_query_lens.
 
-    raw   with a delta rule, `decay` holds a [num_tokens, heads (, k_dim)], and `rate` what beta is the sigmoid of; with
+    raw   with a delta rule, `decay` holds a [num_tokens, heads (, k_dim)], and `rate` what beta comes from; with
           Mamba-2, `rate` holds the time steps before their bias
     """
     _require_whole(kept[0])
@@ -402,6 +405,7 @@ def run(
         WIDE=wide,
         RAW=raw is not None,
         FLOOR=0.0 if raw is None else raw.floor,
+        BETA=1.0 if raw is None else raw.scale,
         LEAST=0.0 if raw is None else raw.steps[0],
         MOST=0.0 if raw is None else raw.steps[1],
         **how,

@@ -141,7 +141,7 @@ def gated_delta(
     q, k, v = mixed.split([keys, keys, values], -1)
     given = v.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (weights.num_k_heads, -1)) for part in (k, q))
     a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
-    raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0)
+    raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0, scale=weights.beta_scale)
     y = recurrence(given, a, b, (kept.state, slots, cu_query_lens), True, by_token, weights.tiled, raw)
     gated = gated_norm(y, z, weights.out_norm, weights.sigmoid_gate)
     return onto(x, weights.out, gated) if weights.hyper is None else weights.out(gated)

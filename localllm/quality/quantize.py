@@ -42,7 +42,7 @@ from localllm.terminal import gib
 SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
 # modules of one parent that vLLM or SGLang fuse into a matmul with one per-tensor scale: in NVFP4 they must share it
 FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "k_proj", "v_proj", "g_proj"),  # g_proj: output gates of OLMo Hybrid
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),

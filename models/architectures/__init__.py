@@ -6,7 +6,7 @@ model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_a
 
 from .facts import ModelFacts, kv_bytes_per_token
 from .layers import Dense, Experts, LayerFacts, Norms
-from .mixers import Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, RopeFacts
+from .mixers import Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, RopeFacts, SplitDelta
 from .model import OpenModel, open_model
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Norms",
     "OpenModel",
     "RopeFacts",
+    "SplitDelta",
     "kv_bytes_per_token",
     "open_model",
 ]

@@ -264,6 +264,8 @@ class GatedDelta:
     grouped: bool = False  # inputs of convolution and gates are one module, grouped by key head
     grouped_rates: bool = False  # so are the learning and decay rates of the value heads
     sigmoid_gate: bool = False  # output gates are sigmoid(z), not silu(z)
+    beta_scale: float = 1.0  # learning rates are this times sigmoid(b)
+    norm_eps: float | None = None  # epsilon of the norm over the heads' outputs; None: the model's
     channel_decay: ClassVar[bool] = False  # a decay per key channel, not per head
 
     @property
@@ -275,6 +277,11 @@ class GatedDelta:
     def rates(self) -> tuple[str, ...]:
         """The modules of the value heads' learning rates (beta), then of their decay rates (alpha)."""
         return tuple(f"linear_attn.in_proj_{part}" for part in (("ba",) if self.grouped_rates else "ba"))
+
+    @property
+    def convs(self) -> dict[str, int]:
+        """The weights of the convolution, in the order of its channels -> how many of these each has."""
+        return {"linear_attn.conv1d.weight": self.channels}
 
     @property
     def channels(self) -> int:
@@ -296,8 +303,7 @@ class GatedDelta:
         return shapes | dict.fromkeys(self.rates, (rates, hidden)) | {"linear_attn.out_proj": (hidden, values)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {
-            "linear_attn.conv1d.weight": (self.channels, self.conv_width),
+        return {name: (rows, self.conv_width) for name, rows in self.convs.items()} | {
             "linear_attn.A_log": (self.num_v_heads,),
             "linear_attn.dt_bias": (self.num_v_heads,),
             "linear_attn.norm.weight": (self.v_dim,),
@@ -311,10 +317,38 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
-class KimiDelta(GatedDelta):
+class SplitDelta(GatedDelta):
+    """A gated delta rule whose queries, keys, values, gates and rates are stored apart, as are its convolutions."""
+
+    # channels in the stored convolutions of queries, keys and values, if cut elsewhere than between these; (): are not
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(f"linear_attn.{part}_proj" for part in "qkvg")
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        return "linear_attn.b_proj", "linear_attn.a_proj"
+
+    @property
+    def convs(self) -> dict[str, int]:
+        keys = self.num_k_heads * self.k_dim
+        rows = self.cuts or (keys, keys, self.num_v_heads * self.v_dim)
+        return {f"linear_attn.{part}_conv1d.weight": count for part, count in zip("qkv", rows, strict=True)}
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        rows = (keys, keys, values, values, self.num_v_heads, self.num_v_heads)
+        shapes = {name: (size, hidden) for name, size in zip(self.inputs + self.rates, rows, strict=True)}
+        return shapes | {"linear_attn.out_proj": (hidden, values)}
+
+
+@dataclass(frozen=True)
+class KimiDelta(SplitDelta):
     """Kimi Delta Attention (KDA): a gated delta rule with a decay per key channel, and sigmoid output gates.
 
-    Each key head has one value head. Queries, keys and values are stored apart, with their convolutions.
+    Each key head has one value head.
     """
 
     rank: int = 0  # decays and gates come from two matrices each, with this many values in between; 0: from one
@@ -331,11 +365,6 @@ class KimiDelta(GatedDelta):
         """The modules of the heads' learning rates (beta), then of the channels' decays."""
         return "linear_attn.b_proj", "linear_attn.f_a_proj" if self.rank else "linear_attn.f_proj"
 
-    @property
-    def convs(self) -> tuple[str, ...]:
-        """The weights of the convolutions of queries, keys and values."""
-        return tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
-
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
         rows = (keys, keys, values, self.rank or values, self.num_v_heads, self.rank or keys)
@@ -345,13 +374,7 @@ class KimiDelta(GatedDelta):
         return shapes | {"linear_attn.out_proj": (hidden, values)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
-        sizes = {name: (size, self.conv_width) for name, size in zip(self.convs, (keys, keys, values), strict=True)}
-        return sizes | {
-            "linear_attn.A_log": (self.num_v_heads,),
-            "linear_attn.dt_bias": (keys,),
-            "linear_attn.norm.weight": (self.v_dim,),
-        }
+        return super().vectors(hidden) | {"linear_attn.dt_bias": (self.num_k_heads * self.k_dim,)}
 
     def work(self, hidden: int) -> int:
         return super().work(hidden) + 5 * self.num_k_heads * self.k_dim + 2 * self.rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
@@ -26,8 +28,8 @@ class Olmo2(Architecture):
         "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         "olmo3": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     }
-    hf_classes = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-    gguf_types = ("olmo2",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+    gguf_types: ClassVar[tuple[str, ...]] = ("olmo2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         has_windows = config.model_type == "olmo3"

@@ -69,7 +69,7 @@ class Qwen3_5(Architecture):
             v_dim=keys.integer("linear_value_head_dim", 2, MAX_HEAD_DIM),
             conv_width=keys.integer("linear_conv_kernel_dim", 2, MAX_CONV),
         )
-        _check(keys, "linear_num_value_heads", delta)
+        check_heads(keys, "linear_num_value_heads", delta)
         attention = _attention(config, rope, biased=keys.flag("attention_bias"))
         kinds: dict[str, Attention | GatedDelta] = {"linear_attention": delta, "full_attention": attention}
         ffn = self.feed_forward(config)
@@ -99,7 +99,7 @@ class Qwen3_5(Architecture):
             tiled=not self.grouped,
             log_decay=False,
         )
-        _check(keys, "ssm.time_step_rank", delta)
+        check_heads(keys, "ssm.time_step_rank", delta)
         every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
         ffn = self.feed_forward_of_gguf(config)
         kinds = [LayerFacts(mixer, ffn) for mixer in (_attention(config, rope), delta)]
@@ -180,7 +180,8 @@ def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = Fa
     return config.attention(rope, qk_norm=True, gate="queries", qkv_bias=biased, o_bias=biased, fused=False)
 
 
-def _check(keys: Fields, key: str, delta: GatedDelta) -> None:
+def check_heads(keys: Fields, key: str, delta: GatedDelta) -> None:
+    """Raise BadModelFile, for the value of `key`, if value heads cannot share key heads evenly."""
     if delta.num_v_heads % delta.num_k_heads:
         what = f"{delta.num_v_heads} value heads cannot share {delta.num_k_heads} key heads evenly"
         raise bad(keys.path, what, key=key)

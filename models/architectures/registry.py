@@ -49,6 +49,7 @@ from .muse_glimmer import MuseGlimmer
 from .names import NameMap
 from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
+from .olmo_hybrid import OlmoHybrid
 from .olmoe import Olmoe
 from .phi3 import Phi3
 from .qwen2 import Qwen2
@@ -96,6 +97,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GraniteSwa(),
     NemotronH(),
     Olmo2(),
+    OlmoHybrid(),
     Olmoe(),
     SeedOss(),
     Glm4(),

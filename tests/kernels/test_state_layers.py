@@ -92,6 +92,7 @@ def mamba(
 
 KINDS: dict[str, Callable[[], Weights]] = {
     "delta": lambda: delta(2, 4, 32, 48, 4),
+    "delta doubled": lambda: replace(delta(2, 2, 21, 42, 3), beta_scale=2.0),
     "delta tiled": lambda: delta(3, 9, 21, 37, 4, tiled=True),
     "delta single": lambda: delta(1, 1, 40, 16, 2, rates=1),
     "conv": lambda: conv(160, 3, bias=False),

@@ -59,7 +59,8 @@ LAGUNA_ROPE = {
     "full_attention": YARN | {"partial_rotary_factor": 0.5},
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
-RENAMED = ("kimi_linear", "bailing_hybrid")  # whose files name tensors differently than the modules of transformers
+# whose files name tensors differently than the modules of transformers
+RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid")
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
@@ -183,6 +184,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo3",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 11}
         | {"num_hidden_layers": 4, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+    ),
+    "olmo-hybrid": (  # as published: no RoPE, negative eigenvalues, twice as many values as keys
+        "olmo_hybrid",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (3, 3, 14), "rope_parameters": {"rope_theta": None}}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "olmo-hybrid-rope": (
+        "olmo_hybrid",
+        {"hidden_size": 44, "intermediate_size": 52, "heads": (4, 2, 18), "attention_bias": True}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 11}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False}
+        | {"rope_parameters": YARN, "num_hidden_layers": 5},
     ),
     "seed-oss": (
         "seed_oss",

@@ -311,6 +311,7 @@ TARGETS = (
     "gemma4",
     "qwen3.5",
     "olmo2",
+    "olmo-hybrid",
     "glm4",
     "smollm3",
     "lfm2",

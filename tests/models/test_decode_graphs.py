@@ -169,6 +169,7 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
 
 
 SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "ling3", "mistral", "gemma3"], [False, True])]
+SEVERAL += [("olmo-hybrid", True)]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name:
     assert engine.stats().prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["lfm2", "nemotron-h"])
+@pytest.mark.parametrize("name", ["lfm2", "nemotron-h", "olmo-hybrid"])
 def test_preemption_changes_no_token_of_a_model_that_keeps_states(loaded: Callable[[str], Model], name: str) -> None:
     model = loaded(name)
     engine = engine_of(model)

@@ -157,6 +157,7 @@ def test_of_many_kinds_each_type_of_mixer_is_tried(loaded: Callable) -> None:
     ("name", "changes"),
     [
         ("qwen3.5", {"tiled": True, "floor": -5.0, "sigmoid_gate": True, "conv": "cut", "dt_bias": "cut"}),
+        ("olmo-hybrid", {"beta_scale": 1.0}),
         ("lfm2", {"bias": None, "conv": "cut"}),
         ("nemotron-h", {"conv_bias": None, "steps": (0.1, 0.5), "num_groups": 1, "state_size": 26}),
         ("ling3", {"gated": False}),

@@ -28,7 +28,8 @@ from localllm.plan.planner import Planner
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma3n", "gemma4-e2b", "gemma4-moe"],
+    ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma3n", "gemma4-e2b", "gemma4-moe"]
+    + ["olmo-hybrid"],
 )
 def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(name).save(tmp_path)) as checkpoint:

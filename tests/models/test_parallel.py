@@ -209,7 +209,7 @@ HYBRIDS += ("nemotron-h", "nemotron-h-moe", "lfm3", "kimi-linear", "ling3")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *LATENT, *HYBRIDS, "olmo2"])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *LATENT, *HYBRIDS, "olmo2", "olmo-hybrid"])
 def test_every_architecture_in_parts(name: str, world: int, tiny: Callable, paged: Any, tmp_path: Path) -> None:
     path = tiny(name).save(tmp_path / "model")
     with open_model(path) as checkpoint:
@@ -223,7 +223,7 @@ def test_every_architecture_in_parts(name: str, world: int, tiny: Callable, page
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *LATENT, *HYBRIDS, "olmo2"])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *LATENT, *HYBRIDS, "olmo2", "olmo-hybrid"])
 def test_every_architecture_in_layers(name: str, world: int, tiny: Callable, paged: Any, tmp_path: Path) -> None:
     path = tiny(name).save(tmp_path / "model")
     with open_model(path) as checkpoint:

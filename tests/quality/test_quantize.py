@@ -20,7 +20,7 @@ from localllm import LLM
 from localllm.config import EngineOptions, UserConfig
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
 from localllm.hub.local_model import QUANTIZED
-from localllm.models.architectures import Experts, GatedDelta, KimiDelta, open_model
+from localllm.models.architectures import Experts, GatedDelta, KimiDelta, SplitDelta, open_model
 from localllm.models.calibration import hessians
 from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
@@ -251,6 +251,8 @@ def test_fused_modules_of_every_kind_of_layer() -> None:
         ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj"),
         *((f"mlp.{one}.gate_proj", f"mlp.{one}.up_proj") for one in ("experts.0", "experts.1", "shared_expert")),
     }
+    groups = fused_modules(SplitDelta(2, 2, 64, 64, 4).linears(128))
+    assert [len(group) for group in groups] == [4, 1, 1, 1], "inputs, both rates, output"
     groups = fused_modules(GatedDelta(2, 2, 64, 64, 4).linears(128))
     assert [len(group) for group in groups] == [2, 2, 1], "inputs, rates, output"
 

@@ -85,6 +85,7 @@ def mamba(groups: int, device: torch.device, steps: tuple[float, float] | None =
 
 KINDS: dict[str, Callable[[torch.device], Any]] = {
     "gated delta": lambda device: delta(2, 4, 10, 6, device),
+    "doubled": lambda device: replace(delta(2, 2, 10, 20, device), beta_scale=2.0),
     "tiled": lambda device: replace(delta(2, 4, 16, 20, device), tiled=True),
     "kimi": lambda device: delta(3, 3, 10, 14, device, kimi=True, rank=8),
     "ling": lambda device: delta(2, 2, 16, 16, device, kimi=True),
@@ -111,6 +112,7 @@ CASES = [
     *(pytest.param(kind, lengths, marks=SLOW) for kind in list(KINDS)[1:] for lengths in ([1], [1, 1, 1], [18, 0, 3])),
     ("ling", [5]),
     ("hyper", [1]),
+    ("doubled", [5]),
     ("mamba", [1, 1]),
 ]
 
