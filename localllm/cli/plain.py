@@ -18,7 +18,7 @@ from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.interface import ChatEvent
-from localllm.request import embeds_only
+from localllm.request import cannot_chat
 from localllm.terminal import clean, clean_line
 
 from .run_view import Text
@@ -37,12 +37,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         backend.start(start.choice.name or None)
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:
-            name = clean_line(facts.model)
-            if facts.embeds:
-                raise embeds_only(name)
-            raise ConfigError(
-                f"{name} is a base model without a chat template", f'localllm run {name} "Once upon a time"'
-            )
+            raise cannot_chat(clean_line(facts.model), facts.embeds)
         conversation.model = start.choice.name
         device = f" on {facts.device}" if facts.device else ""
         console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl+D to quit.")
