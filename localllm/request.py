@@ -19,6 +19,7 @@ MOST_DRAFTS = 32  # most draft tokens per step, over all sequences; each has a r
 # From this many sequences in a step on, nothing is drafted, because rows are expensive then: eight streams of smollm2
 # on two cores were 9 % slower with drafts that were expected to pay off.
 CROWD = 8
+CAPTURED_BLOCKS = (1, 2)  # in a captured pass of a DFlash drafter; with more sequences, each has few drafts verified
 READ_AT_ONCE = 256  # most tokens whose hidden states a DFlash drafter reads at once
 CATCH_UP = 512  # most tokens in one step of the draft model, for sequences that are behind
 
