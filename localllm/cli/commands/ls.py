@@ -102,7 +102,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
         f"✓ {tokens_short(made.max_ctx)}" if made.fits else "✗",
         f"{mark} {rate(made.decode_tps)} tok/s" if made.fits else "–",
         _ago(model.last_used),
-        " · ".join(part for part in (", ".join(filter(None, (note, kind))), quality) if part),
+        " · ".join(part for part in (", ".join(filter(None, (kind, note))), quality) if part),
     )
 
 
