@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 from localllm.cli.frame.command import Env
+from localllm.cli.frame.console import columns, wrapped_at
 from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
@@ -94,7 +95,7 @@ class Lines:
             except BackendError:
                 raise
             except LocalLLMError as error:
-                self._env.console.say(clean(complaint(error)))
+                self._env.console.paragraph(clean_line(complaint(error)))
             self._show_problem()
             line = ask(self._env)
 
@@ -124,8 +125,10 @@ class Lines:
         known = [(f"/{slash.name} {slash.argument}", slash.meaning) for slash in SLASHES if slash.plain]
         width = max(len(name) for name, _ in known)
         for name, meaning in known:
-            self._env.console.say(f"{name:{width}}   {meaning}")
-        self._env.console.say("//text sends a message that starts with /; end a line with a backslash to continue it")
+            text = wrapped_at(width + 3, meaning, columns(self._env.console.err_tty))
+            self._env.console.say(f"{name:{width}}   {text}")
+        more = "//text sends a message that starts with /; end a line with a backslash to continue it"
+        self._env.console.paragraph(more)
 
     def _turn(self, exchange: Exchange, goes_on: bool = False) -> None:
         """Answer one question; a failure is shown and the conversation continues."""

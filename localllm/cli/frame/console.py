@@ -263,7 +263,7 @@ def wrapped(text: str, width: int, **indents: str) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)  # type: ignore[arg-type]
 
 
-def _wrapped_at(indent: int, text: str, width: int) -> str:
+def wrapped_at(indent: int, text: str, width: int) -> str:
     """Wrap a sentence that starts after `indent` columns; a command in it stays in one piece."""
     kept = re.sub(r"`[^`]+`|localllm [^;,()]+", lambda found: found[0].replace(" ", "\0"), text)
     return f"\n{' ' * indent}".join(wrapped(kept, max(20, width - indent))).replace("\0", " ")
@@ -325,12 +325,12 @@ def error_text(error: LocalLLMError, style: Any = lambda text, _: text, width: i
     width   columns to wrap sentences to
     """
     code = f"[{error.code}]"
-    message = _wrapped_at(7, f"{clean_line(error.message)}   {code}", width)
+    message = wrapped_at(7, f"{clean_line(error.message)}   {code}", width)
     lines = [f"{style('error:', 'red')} {message.removesuffix(code)}{style(code, 'dim')}"]
     if error.why:
-        lines.append(f"  {style('why', 'dim')}   {_wrapped_at(8, clean_line(error.why), width)}")
+        lines.append(f"  {style('why', 'dim')}   {wrapped_at(8, clean_line(error.why), width)}")
     hint = clean_line(error.hint)
-    steps = [(_wrapped_at(8, hint, width), "")] if hint else []
+    steps = [(wrapped_at(8, hint, width), "")] if hint else []
     steps += [(clean_line(cmd), clean_line(note)) for cmd, note in error.fixes[:MAX_FIXES] if clean_line(cmd) != hint]
     width = max((cell_width(cmd) for cmd, note in steps if note), default=0)
     for number, (command, note) in enumerate(steps):
