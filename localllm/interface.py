@@ -234,7 +234,10 @@ class ChatBackend(ABC):
 
     @abstractmethod
     def find(self, name: str) -> str:
-        """Resolve a name to a model's full name. May take a while; raises LocalLLMError when there is no such model."""
+        """Resolve a name to the full name of a model to chat with. May take a while.
+
+        Raises LocalLLMError when there is no such model, or when its files show that it cannot chat.
+        """
 
     @abstractmethod
     def count_tokens(self, text: str) -> int:

@@ -19,6 +19,7 @@ MOST_DRAFTS = 32  # most draft tokens per step, over all sequences; each has a r
 # From this many sequences in a step on, nothing is drafted, because rows are expensive then: eight streams of smollm2
 # on two cores were 9 % slower with drafts that were expected to pay off.
 CROWD = 8
+CAPTURED_BLOCKS = (1, 2)  # in a captured pass of a DFlash drafter; with more sequences, each has few drafts verified
 READ_AT_ONCE = 256  # most tokens whose hidden states a drafter reads at once
 CATCH_UP = 512  # most tokens in one step of the draft model, for sequences that are behind
 
@@ -173,13 +174,7 @@ class SamplingParams:
                 raise _refused(name, value, str(allowed))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refused("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if len(self.stop) > MAX_STOPS:
-            raise _refused("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise _refused("stop", "an empty string", "at least one character long")
-        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
-            limit = f"strings of at most {MAX_STOP_CHARS} characters"
-            raise _refused("stop", f"a string of {longest} characters", limit)
+        check_stops(self.stop)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
         if len(self.logit_bias) > MAX_BIASES:
@@ -192,18 +187,29 @@ class SamplingParams:
 _MAY_BE_UNSET = {f.name for f in fields(SamplingParams) if f.default is None}
 
 
+def check_stops(stops: Sequence[str]) -> None:
+    """Raise InvalidRequest for stop strings that are too many, empty or too long."""
+    if len(stops) > MAX_STOPS:
+        raise _refused("stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
+    if not all(isinstance(s, str) and s for s in stops):
+        raise _refused("stop", "an empty string", "strings of at least one character")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        limit = f"strings of at most {MAX_STOP_CHARS} characters"
+        raise _refused("stop", f"a string of {longest} characters", limit)
+
+
 def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest for an id outside the vocabulary."""
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             limit = f"ids from 0 to {vocab_size - 1}"
             raise InvalidRequest(
-                f"{name} has token id {token!r:.40}, but the model has {limit}", f"pass {name} {limit}", param=name
+                f"{name} has token id {token!r:.40}, but the model has {limit}", f"choose {limit}", param=name
             )
 
 
 def _refused(name: str, value: object, limit: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} must be {limit}, not {str(value)[:80]}", f"pass {name} {limit}", param=name)
+    return InvalidRequest(f"{name} must be {limit}, not {str(value)[:80]}", f"choose {limit}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +411,15 @@ def embeds_only(name: str) -> InvalidRequest:
         "use /v1/embeddings, /api/embed, /rerank or LLM.embed; `localllm ls` lists models that chat",
         param="model",
     )
+
+
+def cannot_chat(name: str, embeds: bool) -> InvalidRequest:
+    """The error for a chat with an embedding model or, if `embeds` is false, a base model."""
+    if embeds:
+        return embeds_only(name)
+    command = f'localllm run {name} "Once upon a time"'
+    what = f"{name} is a base model without a chat template"
+    return InvalidRequest(what, command, fixes=((command, "complete text"),), param="model")
 
 
 def _room_for(count: int, largest_context: int) -> str:

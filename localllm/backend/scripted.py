@@ -19,7 +19,7 @@ from typing import Any
 from localllm import errors
 from localllm.backend.script import SCRIPT, pieces, script
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
-from localllm.request import LoadProgress, SamplingParams, Timing, Usage, num_images, text_of
+from localllm.request import LoadProgress, SamplingParams, Timing, Usage, cannot_chat, num_images, text_of
 
 PAGE = 16  # tokens per page
 HAVE_BYTES = 8 << 30
@@ -115,6 +115,8 @@ class FakeBackend(ChatBackend):
         found = next((one for one in known if one.startswith(name)), "")
         if not found and not name.startswith("fake"):
             raise errors.ModelNotFound(f"unknown model {name}", "`localllm ls` lists the local models")
+        if name == "fake-base":
+            raise cannot_chat(name, embeds=False)
         return found or name
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:

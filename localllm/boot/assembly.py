@@ -13,7 +13,7 @@ from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
-from localllm.engine.dflash import CAPTURED, DFlashDrafter
+from localllm.engine.dflash import DFlashDrafter
 from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import NgramDrafter
 from localllm.engine.engine import Engine
@@ -30,7 +30,7 @@ from localllm.models.model import Model
 from localllm.models.placement import Mover
 from localllm.models.predictor import MtpHead
 from localllm.plan.plan import Plan
-from localllm.request import CROWD
+from localllm.request import CAPTURED_BLOCKS, CROWD
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def _captured(plan: Plan) -> int:
 def _dflash(draft: DFlashModel, plan: Plan, runner: Runner) -> DFlashDrafter:
     model, facts = runner.model, draft.facts.dflash
     assert facts is not None
-    blocks = max(CAPTURED[-1], min(plan.max_parallel, CROWD))
+    blocks = max(CAPTURED_BLOCKS[-1], min(plan.max_parallel, CROWD))
     longest = min(plan.ctx, draft.facts.max_context)
     inputs = DecodeInputs(blocks * facts.block, longest, plan.page_size, plan.num_pages, runner.cache.device)
     share = (draft.weight_bytes + model.head.linear.nbytes) / max(1, model.weight_bytes)

@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 from localllm.cli.frame.command import Env
+from localllm.cli.frame.console import columns, wrapped_at
 from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
@@ -18,7 +19,7 @@ from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.interface import ChatEvent
-from localllm.request import embeds_only
+from localllm.request import cannot_chat
 from localllm.terminal import clean, clean_line
 
 from .run_view import Text
@@ -37,12 +38,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         backend.start(start.choice.name or None)
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:
-            name = clean_line(facts.model)
-            if facts.embeds:
-                raise embeds_only(name)
-            raise ConfigError(
-                f"{name} is a base model without a chat template", f'localllm run {name} "Once upon a time"'
-            )
+            raise cannot_chat(clean_line(facts.model), facts.embeds)
         conversation.model = start.choice.name
         device = f" on {facts.device}" if facts.device else ""
         console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl+D to quit.")
@@ -99,7 +95,7 @@ class Lines:
             except BackendError:
                 raise
             except LocalLLMError as error:
-                self._env.console.say(clean(complaint(error)))
+                self._env.console.paragraph(clean_line(complaint(error)))
             self._show_problem()
             line = ask(self._env)
 
@@ -129,8 +125,10 @@ class Lines:
         known = [(f"/{slash.name} {slash.argument}", slash.meaning) for slash in SLASHES if slash.plain]
         width = max(len(name) for name, _ in known)
         for name, meaning in known:
-            self._env.console.say(f"{name:{width}}   {meaning}")
-        self._env.console.say("//text sends a message that starts with /; end a line with a backslash to continue it")
+            text = wrapped_at(width + 3, meaning, columns(self._env.console.err_tty))
+            self._env.console.say(f"{name:{width}}   {text}")
+        more = "//text sends a message that starts with /; end a line with a backslash to continue it"
+        self._env.console.paragraph(more)
 
     def _turn(self, exchange: Exchange, goes_on: bool = False) -> None:
         """Answer one question; a failure is shown and the conversation continues."""

@@ -254,7 +254,7 @@ def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
     if sheet.star and sheet.star.subject is subject:
         words.append("recommended")
     if subject.base:
-        words.append("embedding model" if subject.facts.pooling else "base model")
+        words.append(subject.facts.kind)
     if subject.needs:
         words.append(f"needs {subject.needs}")
     if away := max((row.plan.host_bytes for row in rows if row.plan), default=0):

@@ -84,7 +84,8 @@ def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
         parts.append(" ".join(words))
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
     if not text:
-        raise ConfigError("no prompt, neither as an argument nor on standard input", 'localllm run MODEL "Hello"')
+        hint = "`localllm run MODEL 'Hello'` answers one prompt; in a terminal, `localllm chat MODEL` starts a chat"
+        raise ConfigError("no prompt, neither as an argument nor on standard input", hint)
     return text
 
 

@@ -98,6 +98,7 @@ def within(allowed: Range) -> Kind:
     if allowed.open:
         return Kind(f"{noun} above {allowed.low:g}, up to {allowed.high:g}", parse)
     if allowed.whole and allowed.high >= 1 << 20:
+        noun = f"a {int(allowed.high).bit_length() + 1}-bit whole number"
         return Kind(f"{noun} of at least {allowed.low}" if allowed.low > -(1 << 20) else noun, parse)
     return Kind(f"{noun} from {allowed.low:g} to {allowed.high:g}", parse)
 

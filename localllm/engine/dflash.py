@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.models.dflash import DFlashModel, draft, kept_by, store
 from localllm.models.inputs import ForwardBatch
 from localllm.models.model import Taps
-from localllm.request import READ_AT_ONCE
+from localllm.request import CAPTURED_BLOCKS, READ_AT_ONCE
 
 from .batch import BatchBuilder
 from .cuda_graph import Captured, DecodeGraphs, Run, Shape
@@ -28,7 +28,6 @@ from .scheduler import Scheduled, Step
 from .sequence import Sequence
 
 MOST_FEW = 64  # tokens of a step whose hidden states may wait
-CAPTURED = (1, 2)  # blocks in a captured pass; with more sequences, few drafts are verified for each
 
 
 @dataclass(slots=True)
@@ -179,7 +178,7 @@ class DFlashDrafter:
             for count in (1, self._block):
                 self._inputs.load((), rows=count)
                 store(self._own, self._cache, self._inputs.batch(count), self.taps.rows(count).flatten(1))
-        sizes = [blocks * self._block for blocks in CAPTURED if blocks * self._block <= self._inputs.most]
+        sizes = [blocks * self._block for blocks in CAPTURED_BLOCKS if blocks * self._block <= self._inputs.most]
         wanted = {size: self._masks(size, self.deep) for size in sizes}
 
         def compute(batch: ForwardBatch) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ _QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", re.ASCII)  # Ollama's ta
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", re.ASCII)
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _PLAIN = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})?", re.ASCII)
+_PAGE = re.compile(rf"https?://(?:hf|huggingface)\.co/({_PART}/{_PART})(?:/tree/main)?/?", re.ASCII)
 _HUBS = ("hf.co/", "huggingface.co/")  # prefixes that Ollama's users put before a repository
 # models of other programs (`foreign.py`), and repositories with Ollama's prefixes
 _ELSEWHERE = re.compile(rf"(?:ollama|lmstudio|llama\.cpp|hf|hf\.co|huggingface\.co)(?:/{_SEGMENT}){{1,4}}", re.ASCII)
@@ -52,6 +53,11 @@ def parse_name(text: str) -> ModelName:
             "`localllm ls` lists the models on this machine",
             param="model",
         )
+    if page := _PAGE.fullmatch(text):
+        text = page[1]
+    elif "://" in text:
+        what = f"{shown(text)!r} is not the page of a model on huggingface.co"
+        raise InvalidRequest(what, "give org/repo, as the hub names the model", param="model")
     base, _, revision = text.partition("@")
     base, _, quant = base.partition(":")
     elsewhere = _ELSEWHERE.fullmatch(base)
@@ -64,7 +70,8 @@ def parse_name(text: str) -> ModelName:
     if "/" in base and not elsewhere:
         check_repo_id(base)
     if ":" in text.partition("@")[0] and not _QUANT.fullmatch(quant):
-        raise InvalidRequest(f"{shown(quant)!r} in {shown(text)!r} is not a quant such as Q4_K_M", param="model")
+        what = f"{shown(quant)!r} in {shown(text)!r} is not a quant such as Q4_K_M"
+        raise InvalidRequest(what, "put a quant after a colon: org/repo:Q4_K_M", param="model")
     if "@" in text:
         check_revision(revision)
     return ModelName(base, quant or None, revision or None)
@@ -97,6 +104,7 @@ def check_revision(revision: str) -> str:
     if not _REVISION.fullmatch(revision) or ".." in revision or any(not p or p.startswith(".") for p in parts):
         raise InvalidRequest(
             f"{shown(revision)!r} is not a revision: a branch, tag or commit of up to 128 characters",
+            "put a revision after an @: org/repo@main",
             param="model",
         )
     return revision

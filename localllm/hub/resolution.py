@@ -160,7 +160,11 @@ def _by_name(parsed: ModelName, query: _Query) -> Resolved:
     if exact:
         return _local(exact[0], query, "on this machine")
     if catalog.members(parsed.base):
-        return _family(parsed, query)
+        try:
+            return _family(parsed, query)
+        except LocalLLMError as error:
+            error.fixes = (*error.fixes, *_base_models(parsed.base.casefold()))
+            raise
     found = [f for f in local.find_part(parsed) if not f.problem]
     if len(found) == 1:
         return _local(found[0], query, "the only model on this machine that matches")
@@ -354,13 +358,12 @@ def _best_local(alias: str, parsed: ModelName, query: _Query) -> local.LocalMode
     """The best local member of a family that fits, from the catalog or by its name."""
     members, (_, fits, prefer) = catalog.members(alias), query.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
-    named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
     usable: list[tuple[float, local.LocalModel]] = []
     for found in local.at_revision(local.scan(), parsed.revision):
         if found.problem or (parsed.quant and parsed.quant.casefold() != found.quant.casefold()):
             continue
         candidate = known.get(found.name.casefold())
-        if candidate is None and named and named.search(found.base):
+        if candidate is None and _is_named(found, alias):
             row = local.describe(found)
             if row.supported and row.chat:
                 candidate = catalog.candidate_of(
@@ -369,6 +372,18 @@ def _best_local(alias: str, parsed: ModelName, query: _Query) -> local.LocalMode
         if candidate and fits(candidate)[0]:
             usable.append((prefer(candidate) if prefer else float(candidate.params), found))
     return max(usable, key=lambda u: u[0])[1] if usable else None
+
+
+def _is_named(found: local.LocalModel, family: str) -> bool:
+    pattern = rf"(^|[/_.-]){re.escape(family)}"
+    return family in catalog.families() and re.search(pattern, found.base, re.IGNORECASE) is not None
+
+
+def _base_models(family: str) -> list[tuple[str, str]]:
+    """Commands for the base models of a family on this machine, which its name never chooses."""
+    rows = [local.describe(found) for found in local.scan() if _is_named(found, family)]
+    names = [shown(row.name) for row in rows if row.supported and row.facts and row.facts.kind == "base model"]
+    return [(f'localllm run {name} "Once upon a time"', "a base model on this machine") for name in names]
 
 
 def _starter(starter: catalog.Starter, query: _Query) -> Resolved:

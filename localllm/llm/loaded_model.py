@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.config import EngineOptions
-from localllm.errors import BadModelFile, ConfigError, LocalLLMError
+from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound
 from localllm.interface import Facts
 from localllm.llm.adapted import AdaptedModel
 from localllm.llm.sampling import recommended
@@ -138,7 +138,11 @@ class LoadedModel(AdaptedModel):
             return self._drafter_beside(beside)
         if not is_wanted(self.options):
             return None
-        found = Draft(self.options.draft, *self._find(self.options.draft, offline, cancel))
+        try:
+            where = self._find(self.options.draft, offline, cancel)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"draft model: {error.message}", error.hint, fixes=error.fixes) from error
+        found = Draft(self.options.draft, *where)
         self._planner = replace(self._planner, draft=found.facts)
         return found
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from localllm.config import EngineOptions
 from localllm.interface import ModelChoice
+from localllm.request import cannot_chat
+from localllm.terminal import clean_line
 
 
 def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelChoice]:
@@ -25,11 +27,21 @@ def default_model(options: EngineOptions) -> str:
 
 
 def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:
-    """Resolve a name to the model's full name. Raises ModelNotFound, DoesNotFit, DownloadError."""
+    """Resolve a name to the full name of a model to chat with.
+
+    Raises ModelNotFound, DoesNotFit, DownloadError; InvalidRequest for a local model that cannot chat, BadModelFile.
+    """
+    from localllm.models.architectures import open_model
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
-    return fit.resolve(name, Planner.here(options), offline=offline).name
+    found = fit.resolve(name, Planner.here(options), offline=offline)
+    if found.path is not None:
+        with open_model(found.path, "off") as checkpoint:
+            kind = checkpoint.facts.kind
+        if kind in ("embedding model", "base model"):
+            raise cannot_chat(clean_line(found.name), kind == "embedding model")
+    return found.name
 
 
 def remember_model(name: str, *, chats: bool) -> None:

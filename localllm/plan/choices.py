@@ -60,7 +60,8 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
     except LocalLLMError as error:
         return replace(row, reason=error.message)
     place = f"in {hub.PLACES[model.source]}" if model.is_foreign else ""
-    note = " · ".join(part for part in (place, "" if model.chat else "base model: completes text") if part)
+    kind = "base model: completes text" if model.facts.kind == "base model" else model.facts.kind
+    note = " · ".join(part for part in (place, kind) if part)
     return replace(_planned(row, made), note=note, quality=quality_note(model.path, made.kv))
 
 

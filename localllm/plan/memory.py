@@ -22,7 +22,7 @@ from localllm.models.architectures.facts import (
 )
 from localllm.models.architectures.layers import Experts, LayerFacts
 from localllm.plan.placement import Placement, room_of
-from localllm.request import CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
+from localllm.request import CAPTURED_BLOCKS, CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # the process with Python, torch and the engine imported: 147 MiB with a CPU build of torch 2.13
@@ -437,16 +437,19 @@ class Memory:
             if eagle3 is not None:  # hidden states of the layers: as computed, together, normed; those of its layer
                 terms["activations"] += (3 * tokens + waiting + WAITING_ROWS) * eagle3.width * width
                 terms["activations"] += PREDICTOR_ROWS * tokens * 4 * self.drafter.facts.hidden_size
+                if self.graph_buckets:
+                    terms["graphs"] += self._head_graphs(self.drafter.facts.hidden_size)
             if dflash is not None:
                 terms["activations"] += (tokens + 2 * READ_AT_ONCE + waiting) * dflash.width * width
-                if self.graph_buckets:  # block tables of its own passes
-                    blocks = max(2, min(self.options.max_parallel, CROWD)) * dflash.block
+                if self.graph_buckets:  # block tables of its own passes, and their graphs
+                    blocks = max(CAPTURED_BLOCKS[-1], min(self.options.max_parallel, CROWD))
                     pages = -(-self.draft_ctx(ctx) // self.options.page_size)
-                    terms["tables"] += len(self._group_bytes) * blocks * pages * 4
-            if "graphs" in theirs:
+                    terms["tables"] += len(self._group_bytes) * blocks * dflash.block * pages * 4
+                    terms["graphs"] += self._block_graphs
+            if self.drafter.facts.follower is None and "graphs" in theirs:
                 terms["graphs"], terms["tables"] = (terms[name] + theirs[name] for name in ("graphs", "tables"))
             else:
-                terms["activations"] += rope_bytes(self.drafter.facts, ctx)
+                terms["tables" if "tables" in terms else "activations"] += rope_bytes(self.drafter.facts, ctx)
         more = {"learned": self.excess_bytes, "adapters": self.adapter_bytes, "links": self.link_bytes}
         return terms | {name: size for name, size in more.items() if size}
 
@@ -467,6 +470,33 @@ class Memory:
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
 
+    @property
+    def _merged(self) -> int:
+        """Bytes per row of the partial results of decode attention."""
+        return self.facts.num_heads * DECODE_SPLITS * (self.facts.head_dim + 2) * 4
+
+    def _decoding(self, rows: int) -> int:
+        """Peak bytes of a decode step, or of a DFlash drafter's pass."""
+        # per row: 16-bit logits, their float32 copy, sampling candidates
+        computed = self.facts.vocab_size * (2 + 4) + SAMPLED_BYTES
+        return activation_bytes(self.facts, rows, 2) + rows * (self._merged + computed)
+
+    @property
+    def _block_graphs(self) -> int:
+        """Bytes of a DFlash drafter's graphs: those of its passes have no logits as outputs, and no sampler.
+
+        All graphs are captured into one memory pool, so a pass takes only what the largest step of the model does not.
+        """
+        assert self.drafter is not None and self.drafter.facts.dflash is not None
+        own = self.drafter._decoding(CAPTURED_BLOCKS[-1] * self.drafter.facts.dflash.block)
+        largest = self._decoding(max(*self.graph_buckets, *self.guess_buckets))
+        return GRAPH_BYTES * len(CAPTURED_BLOCKS) + max(0, own - largest)
+
+    def _head_graphs(self, hidden: int) -> int:
+        """Bytes of the graphs of an MTP head or an EAGLE-3 drafter, with their inputs and outputs: hidden states."""
+        buckets = (*self.graph_buckets, *self.guess_buckets)
+        return GRAPH_BYTES + (2 * max((self.options.max_parallel, *buckets)) + sum(buckets)) * hidden * 4
+
     @cached_property
     def _steps_on_gpu(self) -> tuple[int, int, int]:
         """(split-KV partials, decode step, graphs and sampler): working memory that does not depend on the context."""
@@ -474,15 +504,12 @@ class Memory:
         buckets = (*self.graph_buckets, *self.guess_buckets)
         rows = max((parallel, *buckets))  # rows of the largest graph
         outputs = sum(buckets) * (vocab * 4 + facts.hidden_size * 2)
-        merged = facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4  # per row
-        computed = vocab * (2 + 4) + SAMPLED_BYTES  # per row: 16-bit logits, their float32 copy, sampling candidates
-        decoding = activation_bytes(facts, parallel, 2) + parallel * (merged + computed)
+        decoding = self._decoding(parallel)
         sampler = parallel * vocab * 4 + rows * (vocab // 8 + SAMPLER_ROW_BYTES)  # token counts, masks, biases
-        captured = outputs + activation_bytes(facts, rows, 2) + rows * (merged + computed)
-        captured = captured + GRAPH_BYTES * len(buckets) if buckets else 0
-        if buckets and facts.predictor is not None:  # inputs and outputs of the MTP head's graph
-            captured += GRAPH_BYTES + (2 * rows + sum(buckets)) * facts.hidden_size * 4
-        return parallel * merged, decoding + (parallel + self.num_drafts) * vocab * 4, captured + sampler
+        captured = outputs + self._decoding(rows) + GRAPH_BYTES * len(buckets) if buckets else 0
+        if buckets and facts.predictor is not None:
+            captured += self._head_graphs(facts.hidden_size)
+        return parallel * self._merged, decoding + (parallel + self.num_drafts) * vocab * 4, captured + sampler
 
     def _work_on_gpu(self, ctx: int) -> dict[str, int]:
         facts = self.facts

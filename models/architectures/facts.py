@@ -98,6 +98,15 @@ class ModelFacts:
         return self.dflash or self.eagle3
 
     @property
+    def kind(self) -> str:
+        """What a model that cannot chat is: an embedding model, a drafter or a base model; "" for one that can."""
+        if self.pooling:
+            return "embedding model"
+        if self.only_drafts:
+            return "drafter"
+        return "" if self.has_chat_template else "base model"
+
+    @property
     def causal(self) -> bool:
         """Whether attention is causal in every layer; otherwise a text must be processed in one step."""
         return all(getattr(layer.mixer, "causal", True) for layer in self.layers)

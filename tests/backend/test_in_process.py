@@ -10,6 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm.backend.in_process import InProcessBackend
+from localllm.errors import InvalidRequest
 from localllm.interface import Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress, SamplingParams
 
@@ -51,6 +52,14 @@ def ends(seen, turn):
 
 def is_ready(event):
     return isinstance(event, LoadProgress) and event.name == "ready"
+
+
+def test_a_base_model_is_refused_from_its_files(backend, tiny_path, tmp_path):
+    base = tmp_path / "base.gguf"
+    base.write_bytes(Path(tiny_path).read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templat_"))
+    assert backend.find(tiny_path) == tiny_path
+    with pytest.raises(InvalidRequest, match="base model without a chat template"):
+        backend.find(str(base))
 
 
 def test_the_pace_of_answers_is_what_the_next_start_expects(tiny_path, tmp_path, monkeypatch):

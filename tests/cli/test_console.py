@@ -71,6 +71,20 @@ def test_an_error_is_at_most_eight_lines_with_the_commands_last() -> None:
     assert lines[-1].strip().startswith("localllm chat")
 
 
+def test_sentences_of_an_error_are_wrapped_and_commands_are_not() -> None:
+    long, command = "word " * 12 + "end", "localllm run MODEL 'a prompt' --ctx 8192"
+    text = error_text(DoesNotFit(long, long, why=long, fixes=[(command, "")]), width=40)
+    *sentences, last = text.splitlines()
+    assert all(len(line) <= 40 for line in sentences) and last == f"        {command}"
+    assert sentences[:3] == [
+        "error: word word word word word word",
+        "       word word word word word word end",
+        "       [E501]",
+    ]
+    assert f"  try   {command}" in error_text(DoesNotFit("x", command), width=30)
+    assert error_text(DoesNotFit("x", f"some words, then `{command}`"), width=30).endswith(f"\n        `{command}`\n")
+
+
 def test_untrusted_parts_of_an_error_are_harmless() -> None:
     error = ModelNotFound("no \x1b[2Jmodel [red]x[/red]\nsecond line", "localllm pull \x07evil")
     text = error_text(error)

@@ -123,6 +123,10 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
     [
         (("--preset", "nope"), "try   `localllm config set presets.nope.temperature 0.2` creates it"),
         (("-c",), "no chat has been saved yet"),
+        (
+            ("--stop", ""),
+            "stop must be strings of at least one character, not an empty string   [E202]\n  try   choose ",
+        ),
         (("--temp", "abc"), "invalid value for '--temp' / '--temperature': it must be a valid number   ["),
     ],
 )

@@ -52,6 +52,17 @@ def test_names_are_taken_apart(text: str, name: ModelName) -> None:
     assert str(name) == text
 
 
+@pytest.mark.parametrize("page", ["huggingface.co/org/repo", "hf.co/org/repo/", "huggingface.co/org/repo/tree/main"])
+def test_the_page_of_a_model_is_its_name(page: str) -> None:
+    assert parse_name(f"https://{page}") == ModelName("org/repo")
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a/b", "https://huggingface.co/datasets/a/b", "ftp://hf.co/a/b"])
+def test_another_page_is_not(url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"is not the page of a model on huggingface\.co"):
+        parse_name(url)
+
+
 def test_a_path_is_not_asked_to_be_one() -> None:
     with pytest.raises(InvalidRequest, match="'./zero.gguf' is a path, not a model name"):
         parse_name("./zero.gguf")

@@ -172,6 +172,21 @@ def test_offline(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake_hub.log() == []
 
 
+def test_a_family_that_is_not_here_names_its_base_models(
+    fake_hub: FakeHub, empty_home: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gemma-base", "other-base"):
+        (empty_home / "data/models" / name).mkdir(parents=True)
+        base = tiny_path.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templat_")
+        (empty_home / "data/models" / name / "x.gguf").write_bytes(base)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for offline, error in ((True, ModelNotFound), (False, DownloadError)):
+        with pytest.raises(error) as caught:
+            hub.resolve("gemma", offline=offline, patience=QUICK)
+        assert caught.value.fixes == (('localllm run gemma-base "Once upon a time"', "a base model on this machine"),)
+    assert fake_hub.log() == []
+
+
 def test_odd_settings_are_named(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "gopher://x")
     with pytest.raises(ConfigError, match="proxy or certificate settings cannot be used"):

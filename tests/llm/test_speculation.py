@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from localllm import LLM, SamplingParams
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, ModelNotFound
 from localllm.request import Constraint, ToolUse
 
 TEXT = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog"
@@ -101,6 +101,8 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(tiny_path, smollm2_pat
     with pytest.raises(ConfigError, match=r"SmolLM2.* cannot draft for .*tiny.gguf.*token \d+ is") as refused:
         LLM(tiny_path, ctx=256, draft=str(smollm2_path))
     assert "--draft" in refused.value.hint
+    with pytest.raises(ModelNotFound, match="draft model: no model 'nope'"):
+        LLM(tiny_path, draft="nope")
     with pytest.raises(ConfigError, match="no draft model is named"):
         LLM(tiny_path, ctx=256, speculation="draft")
     with LLM(tiny_path, ctx=256, draft=str(smollm2_path), speculation="off") as llm:  # nobody asks it

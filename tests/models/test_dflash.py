@@ -33,8 +33,9 @@ from localllm.models.architectures import open_model
 from localllm.models.dflash import DFlashModel, load_dflash
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
+from localllm.plan.memory import GRAPH_BYTES
 from localllm.plan.planner import Planner
-from localllm.request import Request, SamplingParams
+from localllm.request import CAPTURED_BLOCKS, Request, SamplingParams
 
 from .test_decode_graphs import CONTEXT, PAGE, PAGES, answers, engine_of, requests, rerun
 from .test_gguf_models import write_gguf
@@ -372,6 +373,14 @@ def test_with_many_sequences_one_may_still_draft_a_block(tiny: Callable, tmp_pat
         on_cpu = replace(made, device="cpu", kv="f32", graph_buckets=(1,), num_pages=(20,) * 3)
         engine = assemble(model, on_cpu, draft=own, capture=rerun)
         assert engine.scheduler.limits.draft_rows == 16
+
+
+def test_the_plan_counts_the_graphs_of_its_passes_and_no_others(tiny: Callable, tmp_path: Path) -> None:
+    model, own = loaded_pair(tiny("qwen3"), drafter_of(tiny("qwen3")), tmp_path)
+    facts, options = replace(model.facts, drafting=()), EngineOptions(ctx=256, draft="it", gpu_mem=0.5)
+    plans = [Planner(MACHINES["h100"], options, draft=draft).plan(facts) for draft in (own.facts, None)]
+    drafted, alone = (dict(one.work_terms) for one in plans)
+    assert len(CAPTURED_BLOCKS) * GRAPH_BYTES <= drafted["graphs"] - alone["graphs"] < 3 * GRAPH_BYTES
 
 
 def test_an_embedding_model_keeps_nothing_for_a_drafter(tiny: Callable, tmp_path: Path) -> None:

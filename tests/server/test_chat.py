@@ -278,6 +278,15 @@ async def test_a_model_that_cannot_chat_is_not_loaded_to_say_so(make_client, emb
     pool.close()
 
 
+@pytest.mark.parametrize("stop", ["", ["a"] * 17, "a" * 257], ids=["empty", "many", "long"])
+async def test_a_wrong_stop_string_is_refused_before_a_model_is_loaded(make_client, stop):
+    pool = ModelPool([ServedModel("away", "away")].copy, None, lambda: None)
+    async with make_client(Service(pool)) as client:
+        response = await client.post(CHAT, json=ask(model="away", stop=stop))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "stop" and not pool.loaded()
+    pool.close()
+
+
 @pytest.fixture
 def two_models():
     pool = ModelPool([ServedModel("first", "first"), ServedModel("second", "second")].copy, None, lambda: None)

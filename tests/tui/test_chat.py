@@ -183,6 +183,16 @@ async def test_a_base_model_points_to_run() -> None:
         assert running.app.screen._now == "", "not marked as running"
 
 
+async def test_a_base_model_does_not_replace_the_running_one() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("one")
+        await running.screen.use_model("fake-base")  # what the model picker does
+        assert 'a base model without a chat template (localllm run fake-base "Once upon a time")' in notices(running)
+        assert (running.screen.phase, running.screen.session.model) == ("ready", "fake")
+        assert (await running.ask("two")).exchange.text == "two"
+
+
 @pytest.mark.parametrize(("prompt", "code"), [("!oom", "E502"), pytest.param("!error", "E101", marks=pytest.mark.slow)])
 async def test_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, code: str) -> None:
     async with chat() as running:

@@ -261,6 +261,16 @@ async def test_an_offline_model_is_not_fetched() -> None:
         await running.until(lambda: "offline" in running.text("#state"))
 
 
+async def test_the_home_screen_offers_no_downloads_offline() -> None:
+    async with chat(model="", home=True, offline=True) as running:
+        listing = running.screen.query_one("#home-list", OptionList)
+        await running.until(lambda: "New chat with" in [str(one.prompt) for one in listing.options])
+        assert [one.id for one in listing.options if not one.disabled] == ["model:fake", "model:fake-small", "browse"]
+        home = running.screen.query_one(Home)
+        home.show_models([one for one in home.models or () if not one.local])
+        assert str(listing.options[0].prompt) == "No chat models here, and offline mode is on"
+
+
 SMALL = [(40, 12), pytest.param((60, 15), marks=pytest.mark.slow), pytest.param((80, 20), marks=pytest.mark.slow)]
 
 

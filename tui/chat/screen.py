@@ -63,7 +63,7 @@ class ChatScreen(Actions):
         yield TitleLine()
         with Horizontal(id="middle"):
             yield Sidebar()
-            yield Home(app.keymap)
+            yield Home(app.keymap, app.options.offline)
             yield Transcript(self.conversation, window=ui.history_window, thinking=ui.thinking)
             yield EnginePanel(self.session)
         yield Choices()

@@ -10,7 +10,7 @@ from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session
 from localllm.conversation.slash import OFF
 from localllm.interface import ChatEvent, Delta, Done, Facts, Failed, Prefill
-from localllm.request import LoadProgress, embeds_only
+from localllm.request import LoadProgress, cannot_chat
 from localllm.terminal import clean_line, rate, tokens_short
 from localllm.tui.widgets.engine import EnginePanel, sparkline
 from localllm.tui.widgets.messages import AssistantMessage
@@ -116,7 +116,7 @@ class Stream(Turns):
             return
         self.state.facts = facts = self.session.backend.facts()
         if not facts.has_chat_template:
-            await self._loading_failed(_cannot_chat(facts))
+            await self._loading_failed(Failed.of(-1, cannot_chat(clean_line(facts.model), facts.embeds)))
             return
         self.phase = "ready"
         speed = f" · est. {rate(facts.decode_tps)} tok/s" if facts.decode_tps else ""
@@ -204,11 +204,3 @@ class Stream(Turns):
             state.text = "stopped" if exchange.stop == "abort" else "length limit"
             if self.frame.options.ui.enter == "send":
                 state.text += f" · {self.frame.keymap.label('prompt.send')} continues"
-
-
-def _cannot_chat(facts: Facts) -> Failed:
-    name = clean_line(facts.model)
-    if facts.embeds:
-        return Failed.of(-1, embeds_only(name))
-    fixes = ((f'localllm run {name} "Once upon a time"', "complete text"),)
-    return Failed(-1, "E202", f"{name} is a base model without a chat template", "", fixes)

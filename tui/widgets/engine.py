@@ -142,8 +142,8 @@ class EnginePanel(VerticalScroll):
         if facts.num_preemptions:
             yield Content(f"{facts.num_preemptions:,} preempted for lack of pages")
         if facts.num_draft_tokens:
-            share = facts.num_accepted_tokens / facts.num_draft_tokens
-            yield Content(f"{share * 100:.0f} % of {facts.num_draft_tokens:,} draft tokens accepted")
+            share = facts.num_accepted_tokens * 100 // facts.num_draft_tokens  # as in the run summary
+            yield Content(f"{share} % of {facts.num_draft_tokens:,} draft tokens accepted")
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:

@@ -18,6 +18,7 @@ from localllm.tui.keymap import Keymap
 
 CHATS = 3
 MODELS = 6
+NONE_YET = "No models yet. Press Enter to download one:"
 SLOW_TPS = 5.0  # slower models are not suggested
 
 
@@ -29,11 +30,11 @@ class Listing(OptionList):
 
 
 class Home(Vertical):
-    """Rows to choose from; their ids are chat:ID, model:NAME or browse."""
+    """Rows to choose from; their ids are chat:ID, model:NAME or browse. Offline, there are no downloads among them."""
 
-    def __init__(self, keys: Keymap) -> None:
+    def __init__(self, keys: Keymap, offline: bool) -> None:
         super().__init__(id="home")
-        self._keys = keys
+        self._keys, self._offline = keys, offline
         self.chats: Sequence[SavedChat] = ()
         self.models: Sequence[ModelChoice] | None = None
 
@@ -111,9 +112,10 @@ class Home(Vertical):
         if self.models is None:
             yield Option("Looking for models …", disabled=True)
             return
-        rows = _offered(self.models)
+        rows = _offered([row for row in self.models if row.local or not self._offline])
         here = any(row.local for row in rows)
-        yield Option("New chat with" if here else "No models yet. Press Enter to download one:", disabled=True)
+        none = "No chat models here, and offline mode is on" if self._offline else NONE_YET
+        yield Option("New chat with" if here else none, disabled=True)
         for row in rows:
             yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
         yield Option("  … browse all models", id="browse")

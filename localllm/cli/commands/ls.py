@@ -91,9 +91,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
     note = hub.PLACES[model.source] if model.source != "hub" else ""
     if (model.path / hub.local_model.QUANTIZED).is_file():
         note = "quantized here"
-    if not model.chat:
-        kind = "embedding model" if model.facts is not None and model.facts.pooling else "base model"
-        note = f"{note}, {kind}" if note else kind
+    kind = model.facts.kind if model.facts is not None else ""
     quality = quality_note(model.path, made.kv)
     return (
         model.name,
@@ -104,7 +102,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
         f"✓ {tokens_short(made.max_ctx)}" if made.fits else "✗",
         f"{mark} {rate(made.decode_tps)} tok/s" if made.fits else "–",
         _ago(model.last_used),
-        " · ".join(part for part in (note, quality) if part),
+        " · ".join(part for part in (", ".join(filter(None, (kind, note))), quality) if part),
     )
 
 

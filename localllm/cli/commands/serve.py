@@ -327,7 +327,7 @@ class _ServerHooks:
                     f"ready  {clean_line(row.name)}  ctx {plan.ctx:,} × {plan.max_parallel}  {plan.device}"
                     f"  loaded in {seconds_short(row.llm.load_s)}"
                 )
-                console.say(f"  {clean_line(row.llm.run_summary)}")
+                console.paragraph(f"  {clean_line(row.llm.run_summary)}")
                 for warning in row.llm.state().warnings:
                     console.warn(warning)
         offer = service.pool.models()[0]

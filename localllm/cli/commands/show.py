@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import picked
+from localllm.cli.frame.console import columns, picked, wrapped_at
 from localllm.cli.frame.options import Model
 from localllm.cli.names import local, opened
 from localllm.conversation.tree import sampling_line
@@ -183,11 +183,12 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),
         ("license", facts.license or "not stated"),
         ("here", fit),
-        ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
+        ("quality", quality_note(fields["path"]) or f"not measured (localllm eval {fields['id']})"),
         *(("file", home_short(Path(name))) for name in fields["files"][:8]),
     ]
     width = max(cell_width(label) for label, _ in rows)
     for label, value in rows:
-        env.console.line(f"{env.console.style(label.ljust(width), 'dim')}  {clean_line(str(value))}")
+        text = wrapped_at(width + 2, clean_line(str(value)), columns(env.console.out_tty))
+        env.console.line(f"{env.console.style(label.ljust(width), 'dim')}  {text}")
     if len(fields["files"]) > 8:
         env.console.line(f"{' ' * width}  … {len(fields['files']) - 8} more files")

@@ -236,7 +236,8 @@ class Console:
         if self.as_events:
             self.event({"event": "error", **error_json(error)["error"]})
         else:
-            self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
+            width = columns(self.err_tty)
+            self._err(error_text(error, lambda text, style: self.style(text, style, err=True), width))
         try:
             if self.as_json and not self._has_document:
                 self.write_json(error_json(error))
@@ -260,6 +261,12 @@ def columns(is_terminal: bool) -> int:
 def wrapped(text: str, width: int, **indents: str) -> list[str]:
     """Wrap a text at words only."""
     return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)  # type: ignore[arg-type]
+
+
+def wrapped_at(indent: int, text: str, width: int) -> str:
+    """Wrap a sentence that starts after `indent` columns; a command in it stays in one piece."""
+    kept = re.sub(r"`[^`]+`|localllm [^;,()]+", lambda found: found[0].replace(" ", "\0"), text)
+    return f"\n{' ' * indent}".join(wrapped(kept, max(20, width - indent))).replace("\0", " ")
 
 
 def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
@@ -312,13 +319,18 @@ def error_fixes(error: LocalLLMError) -> list[tuple[str, str]]:
     return [(command, "") for command in _COMMAND.findall(hint)]
 
 
-def error_text(error: LocalLLMError, style: Any = lambda text, _: text) -> str:
-    """Format an error in at most eight lines: what, why, and what to do next, commands last."""
-    lines = [f"{style('error:', 'red')} {clean_line(error.message)}   {style(f'[{error.code}]', 'dim')}"]
+def error_text(error: LocalLLMError, style: Any = lambda text, _: text, width: int = 10_000) -> str:
+    """Format an error in at most eight lines: what, why, and what to do next, commands last.
+
+    width   columns to wrap sentences to
+    """
+    code = f"[{error.code}]"
+    message = wrapped_at(7, f"{clean_line(error.message)}   {code}", width)
+    lines = [f"{style('error:', 'red')} {message.removesuffix(code)}{style(code, 'dim')}"]
     if error.why:
-        lines.append(f"  {style('why', 'dim')}   {clean_line(error.why)}")
+        lines.append(f"  {style('why', 'dim')}   {wrapped_at(8, clean_line(error.why), width)}")
     hint = clean_line(error.hint)
-    steps = [(hint, "")] if hint else []
+    steps = [(wrapped_at(8, hint, width), "")] if hint else []
     steps += [(clean_line(cmd), clean_line(note)) for cmd, note in error.fixes[:MAX_FIXES] if clean_line(cmd) != hint]
     width = max((cell_width(cmd) for cmd, note in steps if note), default=0)
     for number, (command, note) in enumerate(steps):

@@ -17,6 +17,7 @@ from localllm.cli.frame.command import Env
 from localllm.config import KEYS, UserConfig
 from localllm.config.kinds import parse_bytes, parse_tokens
 from localllm.errors import ConfigError
+from localllm.request import check_stops
 
 if TYPE_CHECKING:
     from localllm.plan.planner import Planner
@@ -85,6 +86,11 @@ Split = Annotated[
     str | None, setting("engine.split", "--split", meaning="How to split it: within each layer, or by layers.")
 ]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests to run at the same time.")]
+
+
+def _checked_stops(value: list[str] | None) -> list[str] | None:
+    check_stops(value or ())
+    return value
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,9 @@ class SamplingFlags:
     max_tokens: Annotated[
         int | None, setting("sampling.max_tokens", "--max-tokens", meaning="Maximum length of an answer.")
     ] = None
-    stop: Annotated[list[str] | None, Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None
+    stop: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="Stop before this text; repeatable.", callback=_checked_stops)
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         """The given flags as setting paths -> values; stop strings are not settings."""

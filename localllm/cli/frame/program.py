@@ -23,7 +23,7 @@ from localllm.cli.frame.console import Console
 from localllm.cli.frame.errors import CODE, explained, kinds, page
 from localllm.cli.frame.exits import broken_pipe, explain, leave_now
 from localllm.cli.frame.help import QuickParams, man_page, program_help, reference
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, LocalLLMError
 
 NAMES = tuple(one.name for one in COMMANDS)
 
@@ -76,7 +76,7 @@ class Root(QuickParams, TyperGroup):
         try:
             code = super().main(words, "localllm", **extra | {"standalone_mode": False})
             sys.stdout.flush()
-        except ConfigError as error:
+        except LocalLLMError as error:
             code = Console(as_json=as_json).fail(error)
         except KeyboardInterrupt:
             code = 130

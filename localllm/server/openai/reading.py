@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.request import Message
+from localllm.request import Message, check_stops
 from localllm.server.body import checked
 from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
@@ -185,6 +185,7 @@ def _sampling(body: Sampled) -> dict[str, Any]:
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        check_stops(given["stop"])  # before the model is loaded
     if body.stop_token_ids is not None:
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
