@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.frame.console import Console, columns, wrapped
-from localllm.terminal import GIB, cell_width, clean, clean_line, counted, gib, rate, tokens_short
+from localllm.terminal import GIB, cell_width, clean, clean_line, counted, gib, rate, seconds_short, tokens_short
 
 if TYPE_CHECKING:
     from localllm.cli.frame.command import Env
@@ -212,7 +212,7 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
         *[_fit(row) for row in rows],
         most,
         speed,
-        f"{rate(wait)} s" if wait else "–",
+        seconds_short(wait) if wait else "–",
         _verdict(sheet, subject, rows),
         _download(subject),
     ]
@@ -227,7 +227,7 @@ def option_line(subject: Subject, made: Plan) -> str:
     mark = "✓" if made.basis == "measured" else "≈"
     prompt = min(FIRST_TOKEN_AT, made.ctx)
     wait = made.first_token_s(prompt)
-    first = f", first token of {tokens_short(prompt)} after {rate(wait)} s" if wait else ""
+    first = f", first token of {tokens_short(prompt)} after {seconds_short(wait)}" if wait else ""
     what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
     return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {rate(made.decode_tps)} tok/s{first}"
 

@@ -63,13 +63,13 @@ def test_it_recommends_what_the_other_places_do(invoke: Invoke, empty_home: Path
 
 
 def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
-    qwen = models(invoke, "--family", "Qwen")
+    qwen = models(invoke, "Qwen")
     assert {row["family"] for row in qwen.values()} == {"qwen"}
     small, large = (models(invoke, "--fits", "--gpu", card, hw="cpu") for card in ("3060", "h100"))
     assert set(small) < set(large) < set(NAMES)
     assert {row["plan"]["device"] for row in large.values()} == {"cuda:0"}
-    wrong = invoke("catalog", "--family", "qwn")
-    assert wrong.exit_code == 2 and "localllm catalog --family qwen" in wrong.stderr
+    wrong = invoke("catalog", "qwn")
+    assert wrong.exit_code == 2 and "localllm catalog qwen" in wrong.stderr
     assert invoke("catalog", "--vram", "many").exit_code == 2
 
 

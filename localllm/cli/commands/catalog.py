@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, NamedTuple
 
-from typer import Option
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
@@ -32,26 +32,27 @@ class Entry(NamedTuple):
 
 @command(
     "localllm catalog",
-    "localllm catalog --family qwen --fits",
+    "localllm catalog qwen --fits",
     "localllm catalog --gpu 3090",
     "localllm catalog --json | jq -r '.models[] | select(.fits) | .model'",
 )
 def catalog(
     env: Env,
-    family: Annotated[str | None, Option(metavar="NAME", help="Only this family: qwen.")] = None,
+    name: Annotated[str | None, Argument(metavar="[FAMILY]", help="Only this family: qwen.")] = None,
+    family: Annotated[str | None, Option(metavar="NAME", help="The same as FAMILY.")] = None,
     fits: Annotated[bool, Option("--fits", help="Only models that run on this machine.")] = False,
     hardware: HardwareFlags = HardwareFlags(),
 ) -> int:
     """List every model of the catalog with the file that suits this machine best, its context and its speed.
 
     FITS is the largest context that fits. ≈ marks an estimate, ✓ a measurement made here. ★ marks the model to start
-    with; with --family, the one that the family's name selects in `chat`, `pull` and `plan`.
+    with; with FAMILY, the one that the family's name selects in `chat`, `pull` and `plan`.
     """
     from localllm import hub
 
     planner, imagined = hardware.planner(env.config)
     limit = None if imagined else hub.download_limit(env.config)
-    entries = [one for one in _entries(_family(family), planner, limit) if one.fits or not fits]
+    entries = [one for one in _entries(_family(name or family), planner, limit) if one.fits or not fits]
     listed = [_json(one) for one in entries]
     if env.console.emit("catalog/1", {"machine": asdict(planner.machine), "models": listed}):
         return 0
@@ -72,7 +73,7 @@ def _family(name: str | None) -> str | None:
     if name is None or name.casefold() in known:
         return name and name.casefold()
     near = nearest(name, known)
-    hint = f"localllm catalog --family {near}" if near else "`localllm catalog` lists all models"
+    hint = f"localllm catalog {near}" if near else "`localllm catalog` lists all models"
     raise ConfigError(f"no family {name!r} in the catalog: choose from {', '.join(known)}", hint)
 
 
