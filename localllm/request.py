@@ -20,7 +20,7 @@ MOST_DRAFTS = 32  # most draft tokens per step, over all sequences; each has a r
 # on two cores were 9 % slower with drafts that were expected to pay off.
 CROWD = 8
 CAPTURED_BLOCKS = (1, 2)  # in a captured pass of a DFlash drafter; with more sequences, each has few drafts verified
-READ_AT_ONCE = 256  # most tokens whose hidden states a drafter reads at once
+READ_AT_ONCE = 256  # most tokens whose hidden states a DFlash drafter reads at once
 CATCH_UP = 512  # most tokens in one step of the draft model, for sequences that are behind
 
 

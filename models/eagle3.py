@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from localllm.checkpoint.mapped_file import bad
-from localllm.kernels.embedding import Embedding, weight_rows
+from localllm.kernels.embedding import Embedding
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import (
     AttentionWeights,
@@ -38,8 +37,6 @@ from .model import DecoderLayer, Model
 from .reader import LoadOptions
 from .samples import model_shapes
 
-SAMPLED, NEAR = 64, 0.1  # rows by which two embeddings are compared, and how much a quantized one may differ
-
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Model:
@@ -51,6 +48,8 @@ class Eagle3Model:
     hidden_norm  over the hidden state, for the first layer
     views        (cache group, rotation)
     input_norms  over the hidden states before `fc`: none, one over all of a token, or one for each
+    input_scale  multiplies the hidden states first
+    embedding    for the first layer, whose norm ignores the scale of a row
     tokens       int64 [rows of the head]: their tokens; None if they are numbered alike
     """
 
@@ -62,6 +61,7 @@ class Eagle3Model:
     hidden_norm: Norm
     views: tuple[tuple[int, RopeTable], ...]
     input_norms: tuple[Norm, ...]
+    input_scale: float
     fc: Linear
     embedding: Embedding
     norm: Norm
@@ -117,6 +117,7 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
     group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
     pairs = [(group_of[start + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
     kinds = list(dict.fromkeys(pairs))
+    table = loading.weight("model.embed_tokens", (own.table, hidden)) if own.table else None
     mixers = (replace(first, norm=None), *(layer.mixer for layer in layers[1:]))
     made = Eagle3Model(
         facts=facts,
@@ -131,11 +132,14 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
         input_norms=tuple(
             loading.norm(name.removesuffix(".weight"), size) for name, (size,) in own.vectors(hidden).items()
         ),
+        input_scale=target.facts.residual_scale,
         fc=loading.linear("draft", ("fc",), (own.linears(hidden)["fc"],)),
-        embedding=_embedding(loading, own, target),
+        embedding=replace(target.embedding, norm_eps=0.0, nbytes=0)
+        if table is None
+        else loading.embedding(table, None),
         norm=loading.norm("model.norm", hidden),
         head=loading.linear("lm_head", ("lm_head",), ((own.head, hidden),)) if own.head else target.head.linear,
-        tokens=_tokens(loading, own) if own.mapped else None,
+        tokens=_tokens(loading, own, target.facts.vocab_size) if own.mapped else None,
         table=loading.composed_table(model_shapes(facts, loading.op_facts())),
     )
     if loading.selftest is not None:
@@ -143,26 +147,9 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
     return made
 
 
-def _embedding(loading: Loading, own: Eagle3, target: Model) -> Embedding:
-    """The larger model's, unless the file has another one: most have none or a copy. A norm follows, so a row's length
-    does not matter.
-    """
-    theirs = replace(target.embedding, norm_eps=0.0, nbytes=0)
-    if not own.table:
-        return theirs
-    weight = loading.weight("model.embed_tokens", (own.table, loading.facts.hidden_size))
-    if own.hidden == loading.facts.hidden_size:
-        ids = torch.linspace(0, min(own.table, target.facts.vocab_size) - 1, SAMPLED).long()
-        one = functional.normalize(weight_rows(weight)(ids.to(weight.qweight.device)).float().cpu())
-        other = functional.normalize(theirs(ids.to(loading.device)).float().cpu())
-        if (one - other).norm() <= NEAR * one.norm():
-            return theirs
-    return loading.embedding(weight, None)
-
-
-def _tokens(loading: Loading, own: Eagle3) -> Tensor:
+def _tokens(loading: Loading, own: Eagle3, vocab_size: int) -> Tensor:
     """The tokens of the head's rows, int64 [rows]. GGUF files hold them, others what is added to a row's number."""
-    checkpoint, vocab_size = loading.checkpoint, loading.facts.vocab_size
+    checkpoint = loading.checkpoint
     stored = {"I32": "<i4", "I64": "<i8"}[checkpoint.tensors[D2T].dtype]
     tokens = torch.from_numpy(checkpoint.read(D2T).view(stored).astype("int64").reshape(-1))
     if checkpoint.kind != "gguf":
@@ -176,16 +163,19 @@ def _tokens(loading: Loading, own: Eagle3) -> Tensor:
 class Eagle3Head:
     """An EAGLE-3 drafter over a model's cache, in the form that `engine.mtp.HeadDrafter` drives."""
 
-    def __init__(self, own: Eagle3Model, cache: KVCache) -> None:
+    def __init__(self, own: Eagle3Model, cache: KVCache, vocab_size: int) -> None:
+        """`vocab_size`: the larger model's."""
         self.taps, self.group, self._own = own.taps, own.views[own.calls[0][2]][0], own
         self.hidden_size = own.facts.hidden_size
         self.reserve_positions = own.reserve_positions
+        self._vocab_size = vocab_size
         self._first, self._rest = cache.drafting[0], cache.drafting[1:]
         self._calls = own.calls[1:]  # kept, because kernels cache what they derive from a tuple of layers
 
     def read(self, hidden: Tensor) -> Tensor:
         """The larger model's hidden states, [rows, taps * hidden] -> [rows, hidden]."""
         norms = self._own.input_norms
+        hidden = hidden if self._own.input_scale == 1.0 else hidden * self._own.input_scale
         if norms:
             parts = zip(hidden.chunk(len(norms), -1), norms, strict=True)
             hidden = torch.cat([_normed(part, norm) for part, norm in parts], -1)
@@ -218,8 +208,9 @@ class Eagle3Head:
         """As `predictor.MtpHead.best`."""
         own = self._own
         rows = states if own.own.norm_output else _normed(states, own.norm)
-        best = own.head(rows)[:, : own.own.head or own.facts.vocab_size].argmax(-1)
-        return best if own.tokens is None else own.tokens[best]
+        if own.tokens is not None:
+            return own.tokens[own.head(rows)[:, : own.own.head].argmax(-1)]
+        return own.head(rows)[:, : self._vocab_size].argmax(-1)
 
     def _views(self, batch: ForwardBatch) -> list[View]:
         length = max(batch.seq_lens)

@@ -152,7 +152,7 @@ def _listener(
     if isinstance(draft, Eagle3Model) and plan.num_drafts:
         tables = draft.embedding.nbytes - (0 if draft.own.head else draft.head.nbytes)  # not read in a round, and read
         share = (draft.weight_bytes - tables) / all_bytes
-        return HeadDrafter(runner, Eagle3Head(draft, runner.cache), share, _captured(plan))
+        return HeadDrafter(runner, Eagle3Head(draft, runner.cache, vocab_size), share, _captured(plan))
     if model.predictor is None or plan.speculation not in ("auto", "mtp"):
         return None
     share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # the output head and one layer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
 from localllm.models.architectures import ModelFacts, open_model
+from localllm.plan.planner import MOST_MORE
 
 if TYPE_CHECKING:
     from localllm.models.architectures.layers import LayerFacts
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from localllm.models.eagle3 import Eagle3Model
     from localllm.models.loader import LoadOptions, Model
     from localllm.tokenizer.tokenizer import Tokenizer
-
-MOST_MORE = 512  # allowed difference in vocabulary size, at the end: a family's larger models reserve more tokens
 
 
 def is_wanted(options: EngineOptions) -> bool:

@@ -29,6 +29,7 @@ from localllm.plan.quality import kl_by_kv
 from localllm.plan.ranks import divided
 from localllm.terminal import GIB, gib
 
+MOST_MORE = 512  # allowed difference in a drafter's vocabulary size: a family's larger models reserve more tokens
 CPU_CTX = 8192  # default context on the CPU, where prefilling a longer prompt takes minutes
 USEFUL_CTX = 4096  # if unquantized weights leave room for less context than this, they are quantized while loading
 SPLIT_CTX = 16384  # context to aim for when experts move to host memory: moving a few more of them costs little
@@ -263,7 +264,9 @@ class Planner:
         if not all(part is None for part in (facts.inputs, facts.streams, facts.hyper)):
             what = f"{name} cannot draft for a model with per-layer inputs or several residual streams"
             raise ConfigError(what, "leave --draft out")
-        if (own.hidden, draft.vocab_size) != (facts.hidden_size, facts.vocab_size):
+        more = 0 if draft.eagle3 is None or draft.eagle3.table else MOST_MORE
+        is_other = abs(draft.vocab_size - facts.vocab_size) > more
+        if own.hidden != facts.hidden_size or is_other:
             raise ConfigError(
                 f"{name} drafts for a model with {own.hidden:,} hidden units and {draft.vocab_size:,} tokens,"
                 f" and this one has {facts.hidden_size:,} and {facts.vocab_size:,}",

@@ -1,7 +1,7 @@
 """EAGLE-3 drafters: one Llama or Qwen3 layer, rarely more, behind a projection of a larger model's hidden states.
 
-Published for Llama, Qwen3, gpt-oss and others in two layouts: that of SafeAILab and SpecForge (`midlayer`), and that of
-speculators (`transformer_layer_config`). Most have no embedding, and a head for the 32,000 most frequent tokens.
+Published for Llama, Qwen3, gpt-oss and others in two layouts: that of EAGLE's authors and SpecForge (`midlayer`), and
+that of speculators (`transformer_layer_config`). Most have a head for the 32,000 most frequent tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HIDDEN, MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.mapped_file import bad
+from localllm.errors import UnsupportedModel
 
 from .architecture import Architecture
 from .config import Config
@@ -25,6 +27,8 @@ from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap
 
 MOST_TAPS = 16
+_NESTED = "transformer_layer_config"
+_OF_LLAMA = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # whatever type they state: that of the larger model
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 # options of NVIDIA's files whose other value describes another drafter
 _ALWAYS = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True} | {
@@ -44,17 +48,19 @@ class Eagle3Drafter(Architecture):
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the layer, which speculators' files nest, and the drafter's own."""
-        return {**text, **(text.get("transformer_layer_config") or {})}
+        nested = text.get(_NESTED)
+        return {**text, **(nested if isinstance(nested, dict) else {})}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        top, (rope, context) = config.top, config.rope()
-        nested = object_of(top, "eagle_config")
+        top, _ = config.top, object_of(config.top, _NESTED)
+        rope, context = config.rope()
+        nested = {key: value for key, value in object_of(top, "eagle_config").items() if value not in (None, [])}
         own = Fields(top.path, {**top.values, **nested})
         for key, value in _ALWAYS.items():
             if own.raw(key) not in (None, value):
                 raise config.unsupported(f"{config.source} with {key} {own.raw(key)}")
         kind = config.keys.text("model_type", "llama")
-        if kind not in ("llama", "qwen3", "speculators"):
+        if config.source not in _OF_LLAMA and kind not in ("llama", "qwen3", "speculators"):
             raise config.unsupported(f"{config.source} with layers of type {kind[:60]}")
         stated = own.raw(_LAYERS) or []
         if not isinstance(stated, list) or not all(type(layer) is int and 0 <= layer <= MAX_LAYERS for layer in stated):
@@ -62,15 +68,15 @@ class Eagle3Drafter(Architecture):
         drafter = Eagle3(
             hidden=own.integer("target_hidden_size", 1, MAX_HIDDEN, config.hidden_size),
             stated=_checked(own, _LAYERS, stated),
-            outputs=bool(nested.get(_LAYERS)),
+            outputs=_LAYERS in nested,
             norm_residual=own.flag("norm_before_residual", top.raw("speculators_model_type") is not None),
             norm_joined=own.flag("norm_before_fc"),
             norm_each=own.flag("fc_norm"),
             norm_output=own.flag("norm_output", own.flag("return_hidden_post_norm")),
         )
-        windows = config.windows(lambda layer: False)
-        if config.keys.raw("use_sliding_window") is False:
-            windows = (None,) * config.num_layers
+        windows: tuple[int | None, ...] = (None,) * config.num_layers
+        if config.keys.raw("use_sliding_window") is not False:
+            windows = config.windows(lambda layer: False)
         return _facts(config, rope, context, windows, drafter, own.integer("draft_vocab_size", 1, MAX_VOCAB, 0))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -89,19 +95,23 @@ class Eagle3Drafter(Architecture):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
-            top = {"model.norm": "output_norm", "fc": "fc", "input_norm": "enc.output_norm"}
-            tables, layer, inner = {"model.embed_tokens": "token_embd", "lm_head": "output"}, "blk.{}.", GGUF_LAYER
-            inner = inner | {"hidden_norm": "attn_norm_2"}
+            top = {"model.norm": "output_norm", "fc": "fc", "input_norm": "enc.output_norm", "fc_norm": "fc_norm"}
+            table, head, layer = "token_embd", "output", "blk.{}."
+            inner, sizes = {**GGUF_LAYER, "hidden_norm": "attn_norm_2"}, checkpoint.metadata
+            hidden, target = sizes.get("eagle3.embedding_length"), sizes.get("eagle3.target_hidden_size")
         else:
             start = next((one for one in ("", "model.") if f"{one}norm.weight" in checkpoint.tensors), "")
             top = {module: f"{start}{name}" for module, name in _TOP.items()}
-            tables = {"model.embed_tokens": f"{start}embed_tokens", "lm_head": "lm_head"}
-            layer, inner = f"{start}layers.{{}}.", {}
-            if any(name.startswith(f"{start}midlayer.") for name in checkpoint.tensors):
-                layer = f"{start}midlayer."
-        top |= {f"fc_norm.{index}": f"{top.get('fc_norm', 'fc_norm')}.{index}" for index in range(MOST_TAPS)}
-        text = (layer.partition("{}")[0], *(f"{name}." for name in (*top.values(), *tables.values())))
-        return NameMap(top | tables, layer, inner, text=text)
+            alone = any(name.startswith(f"{start}midlayer.") for name in checkpoint.tensors)
+            table, head, layer = f"{start}embed_tokens", "lm_head", f"{start}{'midlayer.' if alone else 'layers.{}.'}"
+            inner, sizes = {}, self.hf_values(checkpoint.config)
+            hidden, target = sizes.get("hidden_size"), sizes.get("target_hidden_size")
+        tables = {"model.embed_tokens": table, "lm_head": head}
+        # with the larger model's hidden size, its embedding is used: most files have a copy or none
+        text = (layer.partition("{}")[0], *(f"{name}." for name in (*top.values(), head)))
+        text = text if target in (None, hidden) else (*text, f"{table}.")
+        each = {f"fc_norm.{index}": f"{top['fc_norm']}.{index}" for index in range(MOST_TAPS)}
+        return NameMap(top | each | tables, layer, inner, text=text)
 
 
 def _checked(keys: Fields, key: str, layers: list[int]) -> tuple[int, ...]:
@@ -114,24 +124,37 @@ def _facts(
     config: Config, rope: RopeFacts, context: int, windows: tuple[int | None, ...], own: Eagle3, drafted: int
 ) -> ModelFacts:
     """`drafted`: rows of the head; 0: not stated."""
-    tensors, names = config.checkpoint.tensors, config.names
-    rows = {
-        module: next((info.shape[0] for info in [tensors.get(f"{names.source(module)}.weight")] if info), 0)
-        for module in ("model.embed_tokens", "lm_head")
-    }
-    head = rows["lm_head"]
-    head = drafted or head if any(name.startswith(f"{names.source('lm_head')}.") for name in tensors) else 0
-    if not head and drafted not in (0, config.vocab_size):
-        raise config.unsupported(f"{config.source} with {drafted:,} tokens and no head")
-    if own.hidden != config.hidden_size and not (head and rows["model.embed_tokens"]):
-        raise config.unsupported(f"{config.source} for a model of another hidden size, without tables of its own")
-    for part in ("fc.bias", "mask_hidden", "conv"):
-        if any(part in name for name in tensors):
-            raise config.unsupported(f"{config.source} with {part}")
-    own = replace(own, table=rows["model.embed_tokens"], head=head, mapped=D2T in tensors)
-    if head not in (0, config.vocab_size) and not own.mapped:
-        what = f"is missing; it names the {head:,} tokens of the head, of {config.vocab_size:,}"
-        raise config.keys.fail(D2T, what)
+    tensors, names, vocab_size = config.checkpoint.tensors, config.names, config.vocab_size
+
+    def stored(module: str) -> list[str]:
+        return [name for name in tensors if name.startswith(f"{names.source(module)}.")]
+
+    def refused(what: str) -> UnsupportedModel:
+        return config.unsupported(f"{config.source} with {what}")
+
+    part = next((part for part in ("fc.bias", "mask_hidden", "conv") if any(part in name for name in tensors)), "")
+    if part:
+        raise refused(part)
+    head = tensors.get(f"{names.source('lm_head')}.weight")
+    rows = drafted or (vocab_size if head is None else head.shape[0])
+    if not stored("lm_head") and rows != vocab_size:
+        raise refused(f"a vocabulary of {rows:,} tokens and no output head")
+    has_own = own.hidden != config.hidden_size
+    if has_own and not (stored("lm_head") and stored("model.embed_tokens")):
+        raise refused(f"{config.hidden_size:,} hidden units for {own.hidden:,}, and no embedding and head of its own")
+    own = replace(
+        own,
+        table=vocab_size if has_own else 0,
+        head=rows if stored("lm_head") else 0,
+        mapped=D2T in tensors and bool(stored("lm_head")),
+        norm_joined=own.norm_joined or bool(stored("input_norm")),
+        norm_each=own.norm_each or bool(stored("fc_norm")),
+    )
+    if own.norm_joined and own.norm_each:
+        raise refused("norms over all hidden states and over each")
+    if own.head not in (0, vocab_size) and not own.mapped:
+        what = f"is missing, but the head has only {own.head:,} of the vocabulary's {vocab_size:,} tokens"
+        raise bad(config.checkpoint.path, what, key=D2T)
     attention = config.attention(rope, causal=True, qk_norm=config.stores("self_attn.q_norm.weight"))
     layer = LayerFacts(attention, config.dense(config.activation()))
     _, *rest = repeated(layer, windows)

@@ -72,6 +72,7 @@ class ModelFacts:
     ngrams: NGramTable | None = None  # of models with n-gram embeddings; `num_params` and `weight_bytes` leave it out
     final_norm: bool = True  # whether a norm follows the last layer, of the same kind as in the layers
     final_offset: bool = True  # whether `norm_offset` is also added to the weight of the final norm
+    residual_scale: float = 1.0  # the residual stream is divided by this
     embedding_norm: bool = False  # whether embedding rows are normed, without a weight
     assistant: Assistant | None = None  # of models that only draft for a larger one, whose KV cache they read
     # of models that only draft for a larger one, whose hidden states they read

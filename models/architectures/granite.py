@@ -127,5 +127,6 @@ def multiplied(config: Config, names: tuple[str, str, str]) -> dict[str, Any]:
     return {
         "embedding_scale": config.keys.number(embedding, 1e-6, 1e6, 1.0) / r,
         "rms_norm_eps": eps / r**2,
+        "residual_scale": r,
         "logit_scale": 1 / config.keys.number(logits, 1e-6, 1e6, 1.0),
     }

@@ -432,7 +432,7 @@ class Eagle3:
     hidden: int  # of the larger model
     stated: tuple[int, ...] = ()  # numbers of the layers whose hidden states it reads; (): the usual three
     outputs: bool = False  # they number the layers' outputs, not their inputs
-    table: int = 0  # rows of its own embedding; 0: it uses the larger model's
+    table: int = 0  # rows of its own embedding, if its hidden size is another; 0: it uses the larger model's
     head: int = 0  # rows of its own head; 0: it uses the larger model's
     mapped: bool = False  # `D2T` says which tokens these rows are
     norm_residual: bool = False  # the residual stream of the first layer begins with the normed hidden state
@@ -448,8 +448,8 @@ class Eagle3:
     def taps_in(self, num_layers: int) -> tuple[int, ...]:
         """The layers whose outputs it reads in a model with so many layers, ascending; () if it does not fit.
 
-        Published files number outputs (SpecForge, below `eagle_config`) or inputs (speculators, llama.cpp, NVIDIA). The
-        number of layers itself can only be an input's, that of the final norm.
+        Published files number outputs (SpecForge, below `eagle_config`) or inputs (speculators, llama.cpp); NVIDIA's do
+        either below `eagle_config`. The number of layers itself can only be an input's, that of the final norm.
         """
         numbers = self.stated or (2, num_layers // 2, num_layers - 3)
         back = 0 if self.outputs and max(numbers) < num_layers else 1
@@ -460,7 +460,7 @@ class Eagle3:
     @property
     def fitting(self) -> str:
         """The larger models that fit, in words."""
-        return f"at least {max(self.stated) if self.stated else 8} layers"
+        return f"at least {max(self.stated) if self.stated else 7} layers"
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         shapes = {"fc": (hidden, self.width)}

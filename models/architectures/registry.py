@@ -179,8 +179,9 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     source, model_type, text = hf.source_of(top), top.text("model_type"), checkpoint.config
     if not source:
         raise top.fail("model_type", "is missing: the file does not say what model this is")
-    kind = text.get("speculators_model_type", Eagle3Drafter.name if "draft_vocab_size" in text else "")
-    if "dflash_config" not in text and (kind == Eagle3Drafter.name or source in Eagle3Drafter.hf_classes):
+    kind, flat = text.get("speculators_model_type"), source == "LlamaForCausalLM" and "draft_vocab_size" in text
+    named = kind is None and "dflash_config" not in text and (flat or source in Eagle3Drafter.hf_classes)
+    if named or kind == Eagle3Drafter.name:
         model_type = Eagle3Drafter.name  # the file states that of its layers
     elif top.raw("architectures") and not _CLASSES.fullmatch(source):
         raise unsupported(top.path, f"{source} (no language model head)", runnable())

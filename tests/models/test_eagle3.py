@@ -35,6 +35,7 @@ from .test_decode_graphs import CONTEXT, answers, engine_of, requests, rerun
 from .test_gguf_models import write_gguf
 
 slow = pytest.mark.slow
+IDS = "eagle_aux_hidden_state_layer_ids"
 DRAFTED = 61  # tokens of the head, of 99
 
 
@@ -185,7 +186,9 @@ class Checked(HeadDrafter):
     """Keeps what it was asked and what it answered."""
 
     def __init__(self, engine: Engine, own: Eagle3Model) -> None:
-        super().__init__(engine.runner, Eagle3Head(own, engine.runner.cache), 0.1, 64)
+        super().__init__(
+            engine.runner, Eagle3Head(own, engine.runner.cache, engine.runner.model.facts.vocab_size), 0.1, 64
+        )
         self.engine = engine
         self.seen: list[tuple[list[int], tuple[int, ...]]] = []
         engine.runner.listener = self
@@ -208,7 +211,7 @@ def loaded_pair(target: Any, one: Drafter, folder: Path, layout: str = "speculat
 
 
 FORMS = ("eager", "graphs", "preempted", "graphs, preempted")
-NAMES = ("qwen3", "qwen3.5", "llama", "gpt-oss", "qwen3-moe", "gemma3", "mistral")
+NAMES = ("qwen3", "qwen3.5", "llama", "gpt-oss", "qwen3-moe", "gemma3", "mistral", "granite", "granite-hybrid")
 QUICK = [("qwen3", "graphs"), ("qwen3.5", "preempted")]
 MANY = [(name, form) for name in NAMES for form in FORMS]
 
@@ -327,22 +330,16 @@ def test_gguf_is_the_same_drafter(tiny: Callable, tmp_path: Path) -> None:
     assert asked[0].seen == asked[1].seen != []
 
 
-def test_an_embedding_is_loaded_unless_it_is_a_copy(tiny: Callable, tmp_path: Path) -> None:
+def test_the_larger_models_embedding_is_used(tiny: Callable, tmp_path: Path) -> None:
+    """A copy beside the drafter is neither loaded nor counted."""
     target = tiny("qwen3")
     one, table = drafter_of(target), target.reference.get_input_embeddings().weight.detach()
-    sizes = {}
-    for name, rows in {"none": None, "copy": table.bfloat16(), "own": torch.randn_like(table)}.items():
-        more = {} if rows is None else {"embed_tokens.weight": rows.contiguous()}
-        with open_model(one.save(tmp_path / name, more=more)) as draft:
-            assert draft.facts.eagle3 is not None and draft.facts.eagle3.table == (99 if more else 0)
-            with open_model(target.save(tmp_path / "model")) as whole:
-                model = load_model(whole, LoadOptions(exact=True, drafting=draft.facts.layers))
-            own = load_eagle3(draft, LoadOptions(exact=True), model)
-        sizes[name] = own.weight_bytes
-        ids = torch.arange(9)
-        wanted = table[:9] if name != "own" else rows[:9]
-        torch.testing.assert_close(own.embedding(ids).float(), wanted)
-    assert sizes["none"] == sizes["copy"] == sizes["own"] - table.nbytes
+    plain = open_model(one.save(tmp_path / "none")).facts
+    copy = open_model(one.save(tmp_path / "copy", more={"embed_tokens.weight": table.bfloat16()})).facts
+    assert (copy.eagle3, copy.weight_bytes) == (plain.eagle3, plain.weight_bytes)
+    model, own = loaded_pair(target, one, tmp_path)
+    torch.testing.assert_close(own.embedding(torch.arange(9)), table[:9])
+    assert own.weight_bytes == sum(tensor.numel() * 4 for tensor in one.tensors.values())
 
 
 def test_one_for_a_model_of_another_hidden_size(tiny: Callable, tmp_path: Path) -> None:
@@ -359,8 +356,27 @@ def test_one_for_a_model_of_another_hidden_size(tiny: Callable, tmp_path: Path) 
         own = load_eagle3(draft, options, model)
     checked = Checked(engine_of(model), own)
     assert answers(checked.engine, requests(1)) == answers(engine_of(model), requests(1)) and checked.seen
-    with pytest.raises(UnsupportedModel, match="another hidden size, without tables of its own"):
+    with pytest.raises(UnsupportedModel, match="36 hidden units for 44, and no embedding and head"):
         _ = open_model(one.save(tmp_path / "without", target_hidden_size=hidden)).facts
+
+
+def test_spellings_of_published_files(tiny: Callable, tmp_path: Path) -> None:
+    """Nulls and empty lists state nothing, norms are where their tensors are, and the type may be the larger model's."""
+    one = drafter_of(tiny("qwen3"))
+    found = [
+        open_model(one.save(tmp_path / str(number), layout, **changes)).facts.eagle3
+        for number, (layout, changes) in enumerate(
+            (
+                ("speculators", {"eagle_config": {IDS: [], "norm_before_fc": None}}),
+                ("speculators", {IDS: None}),
+                ("SafeAILab", {"model_type": "phi3"}),
+                ("SafeAILab", {"architectures": ["LlamaForCausalLM"]}),
+            )
+        )
+    ]
+    assert [facts.stated for facts in found] == [(1, 2, 3), (), (0, 1, 2), (0, 1, 2)]
+    normed = drafter_of(tiny("qwen3"), norm_before_fc=True)
+    assert open_model(normed.save(tmp_path / "normed", norm_before_fc=False)).facts.eagle3.norm_joined
 
 
 def test_which_layers_it_reads() -> None:
@@ -389,13 +405,13 @@ def test_one_that_cannot_draft_is_refused(tiny: Callable, tmp_path: Path) -> Non
         cpu.plan(open_model(other.save(tmp_path / "other")).facts)
     with pytest.raises(ConfigError, match="44 hidden units and 99 tokens, and this one has 48 and 99"):
         cpu.plan(replace(facts, hidden_size=48))
+    assert cpu.plan(replace(facts, vocab_size=104)).num_drafts  # a few reserved tokens more
+    with pytest.raises(ConfigError, match="and this one has 44 and 999"):
+        cpu.plan(replace(facts, vocab_size=999))
     with pytest.raises(ConfigError, match="a model with at least 3 layers, and this one has 2 layers"):
         cpu.plan(replace(facts, layers=facts.layers[:2]))
     with pytest.raises(ConfigError, match="one device, not on 2"):
         replace(cpu, options=EngineOptions(draft="it", tensor_parallel=2)).plan(facts)
-
-
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
@@ -407,6 +423,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({"draft_vocab_size": 60}, BadModelFile, "expected \\[60, 44\\]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, UnsupportedModel, "use_aux_hidden_state False"),
         ({"eagle_config": {"parallel_draft_step": 4}}, UnsupportedModel, "parallel_draft_step 4"),
+        ({"transformer_layer_config": [1]}, BadModelFile, "num_hidden_layers|transformer_layer_config"),
+        ({"norm_before_fc": True, "fc_norm": True}, UnsupportedModel, "over all hidden states and over each"),
         ({"speculators_model_type": "peagle", "architectures": ["X"]}, UnsupportedModel, "is not supported"),
     ],
 )
@@ -428,5 +446,10 @@ def test_a_bad_table_of_tokens_is_refused(tiny: Callable, tmp_path: Path) -> Non
             model = load_model(whole, LoadOptions(exact=True, drafting=draft.facts.layers))
         with pytest.raises(BadModelFile, match="names tokens from 50 to 110; the vocabulary has 99"):
             load_eagle3(draft, LoadOptions(exact=True), model)
+    with pytest.raises(BadModelFile, match="d2t: is missing, but the head has only 61 of the vocabulary's 99 tokens"):
+        path = one.save(tmp_path / "none")
+        tensors = {key: value for key, value in one.tensors.items() if key != "d2t"}
+        save_file(tensors, path / "model.safetensors")
+        _ = open_model(path).facts
     with pytest.raises(UnsupportedModel, match="with mask_hidden"):
         _ = open_model(one.save(tmp_path / "p-eagle", more={"mask_hidden": torch.zeros(3)})).facts
