@@ -117,6 +117,7 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
     group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
     pairs = [(group_of[start + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
     kinds = list(dict.fromkeys(pairs))
+    theirs = replace(target.embedding, norm_eps=0.0, nbytes=0)
     table = loading.weight("model.embed_tokens", (own.table, hidden)) if own.table else None
     mixers = (replace(first, norm=None), *(layer.mixer for layer in layers[1:]))
     made = Eagle3Model(
@@ -134,9 +135,7 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
         ),
         input_scale=target.facts.residual_scale,
         fc=loading.linear("draft", ("fc",), (own.linears(hidden)["fc"],)),
-        embedding=replace(target.embedding, norm_eps=0.0, nbytes=0)
-        if table is None
-        else loading.embedding(table, None),
+        embedding=theirs if table is None else loading.embedding(table, None),
         norm=loading.norm("model.norm", hidden),
         head=loading.linear("lm_head", ("lm_head",), ((own.head, hidden),)) if own.head else target.head.linear,
         tokens=_tokens(loading, own, target.facts.vocab_size) if own.mapped else None,
