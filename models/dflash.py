@@ -29,7 +29,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.table import KernelTable
 
 from .architectures import OpenModel
-from .architectures.facts import ModelFacts
+from .architectures.facts import ModelFacts, drafter_views
 from .architectures.sharding import Shard
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
@@ -103,11 +103,7 @@ def read_dflash(loading: Loading, target: Model) -> DFlashModel:
     table = loading.op_table(shapes)
     layers = tuple(load_layer(loading, index) for index in range(facts.num_layers))
     ropes = {rope: loading.rope(rope) for rope in facts.ropes}
-    first = len(target.facts.keeping_layers) - facts.num_layers
-    group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
-    pairs = [(group_of[first + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
-    kinds = list(dict.fromkeys(pairs))
-    numbers = [kinds.index(pair) for pair in pairs]
+    kinds, numbers = drafter_views(facts, target.facts)
     (fc, shape), *_ = facts.dflash.linears(hidden).items()
     made = DFlashModel(
         facts=facts,

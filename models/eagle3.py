@@ -26,7 +26,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable
 
 from .architectures import OpenModel
-from .architectures.facts import ModelFacts
+from .architectures.facts import ModelFacts, drafter_views
 from .architectures.layers import D2T, Eagle3
 from .architectures.sharding import Shard
 from .inputs import ForwardBatch
@@ -113,10 +113,7 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
     first = layers[0].mixer
     assert isinstance(first, AttentionWeights) and first.norm is not None
     ropes = {rope: loading.rope(rope) for rope in facts.ropes}
-    start = len(target.facts.keeping_layers) - facts.num_layers
-    group_of = {layer: number for number, group in enumerate(target.facts.cache_layers) for layer in group}
-    pairs = [(group_of[start + index], mixer.rope) for index, mixer in enumerate(facts.attention)]
-    kinds = list(dict.fromkeys(pairs))
+    kinds, numbers = drafter_views(facts, target.facts)
     theirs = replace(target.embedding, norm_eps=0.0, nbytes=0)
     table = loading.weight("model.embed_tokens", (own.table, hidden)) if own.table else None
     mixers = (replace(first, norm=None), *(layer.mixer for layer in layers[1:]))
@@ -124,9 +121,7 @@ def read_eagle3(loading: Loading, target: Model) -> Eagle3Model:
         facts=facts,
         taps=own.taps_in(target.facts.num_layers),
         layers=layers,
-        calls=tuple(
-            (mixer, layer.ffn, kinds.index(pair)) for mixer, layer, pair in zip(mixers, layers, pairs, strict=True)
-        ),
+        calls=tuple((mixer, layer.ffn, view) for mixer, layer, view in zip(mixers, layers, numbers, strict=True)),
         token_norm=first.norm,
         hidden_norm=loading.norm("model.layers.0.hidden_norm", hidden),
         views=tuple((group, ropes[rope]) for group, rope in kinds),

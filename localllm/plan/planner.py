@@ -212,8 +212,7 @@ class Planner:
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
 
     def _with_heads(self, facts: ModelFacts) -> ModelFacts:
-        """The facts without the MTP head, unless the options use it, and with the layers of a drafter that reads
-        hidden states."""
+        """The facts without the MTP head, unless the options use it, and with the layers of a `follower`."""
         if self._drafts is not None and self._drafts.follower is not None and not facts.pooling:
             return replace(without_predictor(facts), drafting=self._drafts.layers)
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling

@@ -90,6 +90,7 @@ class Eagle3Drafter(Architecture):
             stated=_checked(keys, key, [int(number) for number in found]),
             norm_residual=keys.flag("norm_before_residual"),
             norm_joined=keys.flag("norm_before_fc"),
+            norm_output=keys.flag("norm_output"),
         )
         return _facts(config, rope, context, config.windows(), drafter, 0)
 

@@ -344,6 +344,15 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
     return views, tuple(-1 if pair is None else views.index(pair) for pair in pairs)
 
 
+def drafter_views(own: ModelFacts, target: ModelFacts) -> tuple[tuple[tuple[int, RopeFacts], ...], tuple[int, ...]]:
+    """As `layer_views`, for a drafter whose layers are kept with those of `target`."""
+    group_of = {layer: index for index, group in enumerate(target.cache_layers) for layer in group}
+    first = len(target.keeping_layers) - own.num_layers
+    pairs = [(group_of[first + index], mixer.rope) for index, mixer in enumerate(own.attention)]
+    views = tuple(dict.fromkeys(pairs))
+    return views, tuple(map(views.index, pairs))
+
+
 def kv_layer(index: int, mixer: Paged) -> int:
     """The layer whose KV cache layer `index` reads."""
     return index if mixer.shares_kv_with is None else mixer.shares_kv_with
