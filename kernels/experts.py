@@ -54,7 +54,7 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
         shares = torch.softmax(shares, -1)
     elif weights.router_kind == "sigmoid_topk":
         shares = sigmoid(shares)
-    elif weights.renormalise:
+    if weights.renormalise and weights.router_kind != "softmax_topk":
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     if weights.expert_scales is not None:
         shares = shares * weights.expert_scales[chosen]
@@ -129,6 +129,7 @@ def shared(x: Tensor, weights: ExpertsWeights, activate: Callable[..., Tensor], 
     output = weights.shared_down(limited(activate, weights.shared_limit)(weights.shared_gate_up(x))).float()
     if weights.shared_gate is not None:
         output = output * sigmoid(weights.shared_gate(x))
+    output = output if weights.shared_scale == 1.0 else output * weights.shared_scale
     return output if total is None else total.add_(output)
 
 

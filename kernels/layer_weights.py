@@ -361,6 +361,7 @@ class ExpertsWeights:
     shared_gate_up: Linear | None = None  # shared expert, which every token goes through
     shared_down: Linear | None = None
     shared_gate: Linear | None = None  # one row; its sigmoid multiplies the shared expert's output
+    shared_scale: float = 1.0  # multiplies the shared expert's output
     limit: float | None = None  # of the routed experts' activation, which clamps gates and ups
     shared_limit: float | None = None  # of the shared expert's
     post_norm: Norm | None = None
@@ -421,7 +422,7 @@ FUSED_EXPERTS = frozenset(
     (
         *("norm", "router", "gate_up", "down", "top_k", "router_kind", "activation", "renormalise", "scale"),
         *("choice_bias", "groups", "group_top_k", "share_inputs", "shared_gate_up", "shared_down", "shared_gate"),
-        *("limit", "shared_limit", "post_norm"),
+        *("limit", "shared_limit", "shared_scale", "post_norm"),
     )
 )
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))

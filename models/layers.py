@@ -485,6 +485,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         shared_gate_up=layer.linear("gate_up", *shared) if facts.shared_inner else None,
         shared_down=layer.linear("down", "mlp.shared_expert.down_proj") if facts.shared_inner else None,
         shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,
+        shared_scale=facts.shared_scale,
         limit=facts.limit,
         shared_limit=facts.shared_limit,
         post_norm=layer.norm_if(layer.norms.after_ffn),

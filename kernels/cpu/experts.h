@@ -17,7 +17,7 @@ typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
     int64_t share_inputs; /* expert weights multiply the inputs instead of the outputs */
     int64_t alone;        /* the output replaces x */
-    double scale, limit, shared_limit; /* limit 0: none */
+    double scale, limit, shared_limit, shared_scale; /* limit 0: none */
     const float *choice_bias; /* [num_experts], or NULL */
     ll_norm norm, post_norm;
     ll_linear_op router, shared_gate_up, shared_down, shared_gate; /* without parts: absent */
@@ -149,7 +149,7 @@ static void route_row(const ll_experts_layer *l, float *scores, float *wanted, i
     if (l->router_kind == ROUTE_SOFTMAX_TOPK) softmax_row(shares, k);
     else if (l->router_kind == ROUTE_SIGMOID_TOPK)
         for (int64_t i = 0; i < k; i++) shares[i] = 1.0f / (1.0f + exp_of(-shares[i]));
-    else if (l->renormalise) {
+    if (l->renormalise && l->router_kind != ROUTE_SOFTMAX_TOPK) {
         for (int64_t i = 0; i < k; i++) total += shares[i];
         for (int64_t i = 0; i < k; i++) shares[i] /= total + 1e-20f;
     }
@@ -226,7 +226,7 @@ static int shared_expert(const ll_experts_layer *l, const mixture_room *r, int64
     if (linear_parts(&l->shared_down, r->acted, rows, NULL, r->gathered)) return -1;
     if (l->shared_gate.parts && linear_parts(&l->shared_gate, r->normed, rows, NULL, r->scores)) return -1;
     for (int64_t t = 0; t < rows; t++) {
-        const float share = l->shared_gate.parts ? 1.0f / (1.0f + exp_of(-r->scores[t])) : 1.0f;
+        const float share = (float)l->shared_scale * (l->shared_gate.parts ? 1.0f / (1.0f + exp_of(-r->scores[t])) : 1.0f);
         for (int64_t d = 0; d < hidden; d++) r->total[t * hidden + d] += r->gathered[t * hidden + d] * share;
     }
     return 0;

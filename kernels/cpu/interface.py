@@ -130,7 +130,7 @@ class CExpertsLayer(ctypes.Structure):
     _fields_ = [
         *_each(c_int64, "hidden intermediate shared num_experts top_k router_kind renormalise act groups group_top_k"),
         *_each(c_int64, "share_inputs alone"),
-        *_each(c_double, "scale limit shared_limit"),
+        *_each(c_double, "scale limit shared_limit shared_scale"),
         ("choice_bias", c_void_p),
         *_each(CNorm, "norm post_norm"),
         *_each(CLinear, "router shared_gate_up shared_down shared_gate"),

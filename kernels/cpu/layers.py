@@ -247,6 +247,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         scale=w.scale,
         limit=w.limit or 0.0,
         shared_limit=w.shared_limit or 0.0,
+        shared_scale=w.shared_scale,
         choice_bias=None if choice_bias is None else choice_bias.data_ptr(),
         norm=_norm(w.norm, kept),
         post_norm=_norm(w.post_norm, kept),

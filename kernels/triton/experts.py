@@ -68,7 +68,14 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     chosen, shares = routed(logits, weights)
     taken, shares = _weighted_inputs(seen, shares, weights)
     residual = x if weights.hyper is None else None
-    summed(_expert_outputs(taken, chosen, weights, norm=norm), shares, x, residual, *_shared(seen, weights))
+    summed(
+        _expert_outputs(taken, chosen, weights, norm=norm),
+        shares,
+        x,
+        residual,
+        *_shared(seen, weights),
+        weights.shared_scale,
+    )
     return x
 
 
@@ -243,8 +250,8 @@ def _route_kernel(
         shares = tl.where(there, tl.exp(shares - tl.max(tl.where(there, shares, float("-inf")), 0)), 0.0)
         shares = shares / tl.sum(shares, 0)
     elif KIND == "sigmoid_topk":
-        shares = 1.0 / (1.0 + tl.exp(tl.minimum(-shares, 88.0)))
-    elif NORMED:
+        shares = tl.where(there, 1.0 / (1.0 + tl.exp(tl.minimum(-shares, 88.0))), 0.0)
+    if NORMED:
         shares = shares / (tl.sum(shares, 0) + 1e-20)
     if SCALES:
         shares *= tl.load(scale_ptr + chosen, mask=there, other=0.0)
@@ -277,7 +284,7 @@ def routed(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
         KIND=weights.router_kind,
         BIAS=bias is not None,
         SCALES=scales is not None,
-        NORMED=weights.renormalise,
+        NORMED=weights.renormalise and weights.router_kind != "softmax_topk",
         num_warps=1,
     )
     return chosen, shares
@@ -285,7 +292,7 @@ def routed(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["dim"])
 def _sum_kernel(
-    given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, out_ptr, dim,
+    given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, out_ptr, dim, factor,
     TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, MORE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -303,7 +310,7 @@ def _sum_kernel(
         if SHARE:
             logit = tl.load(gate_ptr + token).to(tl.float32)
             more *= tl.where(logit == logit, 1.0 / (1.0 + tl.exp(tl.minimum(-logit, 88.0))), logit)
-        total += more
+        total += more * factor
     if RESIDUAL:
         total += tl.load(residual_ptr + token * dim + d, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * dim + d, total.to(out_ptr.dtype.element_ty), mask=ok)
@@ -316,19 +323,20 @@ def summed(
     residual: Tensor | None = None,
     more: Tensor | None = None,
     gate: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Sum each token's expert outputs, given [num_tokens * top_k, hidden], by `shares` into `out` [num_tokens, hidden].
 
     shares     float32 [num_tokens, top_k]
     residual   added; may be `out`
-    more       [num_tokens, hidden], added; times sigmoid(gate) if there is a `gate` [num_tokens, 1]
+    more       [num_tokens, hidden], added; times `factor`, and sigmoid(gate) if there is a `gate` [num_tokens, 1]
     """
     tokens, top_k = shares.shape
     parts = [given if part is None else part.contiguous() for part in (residual, more, gate)]
     launch(
         _sum_kernel,
         (tokens, -(-out.shape[1] // BLOCK)),
-        *(given, shares, *parts, out, out.shape[1]),
+        *(given, shares, *parts, out, out.shape[1], factor),
         TOP_K=top_k,
         RESIDUAL=residual is not None,
         MORE=more is not None,

@@ -16,6 +16,7 @@ Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, exp
                         _scale_inv is transposed as well
 GraniteMoe              block_sparse_moe.input_linear.weight (gate and up) and output_linear.weight (down); FP8 has a
                         weight_scale [E, N, 1] for each
+Step 3.5                moe.{gate,up,down}_proj.weight [E, N, K], FP8 with .weight_scale_inv [E, N/128, K/128]
 ERNIE 4.5               moe_statics.e_score_correction_bias [1, E] -> gate.e_score_correction_bias [E]
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows are interleaved, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -43,6 +44,7 @@ _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(wei
 _GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # per head or stream
 _GGUF_ROW = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
+_STEP = re.compile(r"(.+\.moe\.)(gate|up|down)_proj\.(weight|weight_scale_inv)")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),
@@ -95,6 +97,9 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
     elif (match := _GRANITE.fullmatch(name)) and dims == 3:
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
         for expert, kind, part in _split(info, kinds, turns=False):
+            yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.{match[3]}")
+    elif (match := _STEP.fullmatch(name)) and dims == 3:
+        for expert, kind, part in _split(info, [match[2]], turns=False):
             yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.{match[3]}")
     elif (match := _ERNIE.fullmatch(name)) and info.shape[:-1] == (1,):
         yield replace(info, name=f"{match[1]}gate{match[2]}", shape=info.shape[1:])

@@ -1,21 +1,27 @@
-"""EXAONE 4.0 and the text model of 4.5: norms as in OLMo 2; in models with windows, full-attention layers lack RoPE."""
+"""EXAONE 4.0 and the text model of 4.5: norms as in OLMo 2; in models with windows, full-attention layers lack RoPE.
+K-EXAONE: the usual norms, experts behind a sigmoid router with a choice bias, a shared expert.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
 
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
+from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Dense, LayerFacts
+from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 from .olmo2 import AFTER, FULL_EVERY, NORMS
 
+KINDS = "sparse", "dense"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 DEFAULTS = {
     "vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
@@ -44,6 +50,68 @@ class Exaone4(Architecture):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return gguf_names(GGUF_LAYER | AFTER) if checkpoint.kind == "gguf" else super().names(checkpoint)
+
+
+class ExaoneMoe(Architecture):
+    """The first layers are dense. The layers after the last one are an MTP head, which is not used."""
+
+    name = "exaone_moe"
+    label = "K-EXAONE"
+    hf_types = {
+        "exaone_moe": DEFAULTS
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1}
+        | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 1}
+    }
+    hf_classes = ("ExaoneMoeForCausalLM",)
+    gguf_types = ("exaone-moe",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys, act, (rope, context) = config.keys, config.activation(), config.rope()
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size", act,
+            renormalise=keys.flag("norm_topk_prob"),
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6),
+            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
+            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+        )  # fmt: skip
+        first = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
+        kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
+        dense = config.dense(act) if "dense" in kinds else None
+        ffns = {"dense": dense, "sparse": _own(experts, keys.integer("num_shared_experts", 0, MAX_EXPERTS))}
+        return _mixed(config, rope, context, config.windows(_windowed(config)), [ffns[kind] for kind in kinds])
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        keys, (rope, context) = config.keys, config.rope()
+        experts = config.mixture(
+            groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
+            group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
+        )
+        experts = _own(experts, keys.integer("expert_shared_count", 0, MAX_EXPERTS, 1))
+        first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
+        dense = config.dense() if first else experts
+        ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
+        return _mixed(config, rope, context, config.windows(FULL_EVERY), ffns)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})
+        published = any(name.endswith(".mlp.e_score_correction_bias") for name in checkpoint.tensors)
+        own = {CHOICE_BIAS: "mlp.e_score_correction_bias"} if published else {}
+        return hf_names(checkpoint.tensors, SHARED | own)
+
+
+def _own(experts: Experts, shared: int) -> Experts:
+    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
+
+
+def _mixed(
+    config: HfConfig | GgufConfig, rope: RopeFacts, context: int, windows: tuple[int | None, ...],
+    ffns: Sequence[Dense | Experts | None],
+) -> ModelFacts:  # fmt: skip
+    """`ffns`: of each layer. Layers without a window have no RoPE."""
+    attention = config.attention(RopeFacts(rope.theta, rope.dim, "off"), qk_norm=True)
+    made = {id(ffn): repeated(LayerFacts(attention, ffn), windows, rope) for ffn in ffns}
+    return config.facts(tuple(made[id(ffn)][layer] for layer, ffn in enumerate(ffns)), context)
 
 
 def _facts(

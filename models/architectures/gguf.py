@@ -135,7 +135,7 @@ class GgufConfig(Config):
         if "rope_factors_long.weight" in self.checkpoint.tensors:
             original = keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, context)
             plain = RopeFacts(theta, dim, original_context=original, interleaved=interleaved)
-            factors = {name: self._numbers(f"rope_factors_{name}.weight") for name in ("short", "long")}
+            factors = {name: self.numbers(f"rope_factors_{name}.weight") for name in ("short", "long")}
             return self.longrope(plain, factors, keys.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)), context
         factor = keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)
         old = keys.raw("rope.scale_linear")
@@ -199,7 +199,7 @@ class GgufConfig(Config):
             raise self.keys.fail(key, f"holds {int(values.max()):,}; the limit is {high:,}")
         return tuple(values.tolist())
 
-    def _numbers(self, tensor: str) -> list[float]:
+    def numbers(self, tensor: str) -> list[float]:
         """Read the values of a small F32 vector."""
         info = self.checkpoint.tensors.get(tensor)
         if info is None or info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:

@@ -1,10 +1,12 @@
-"""GLM-4.5 to 4.7 (Air, 355B): partial RoPE, a sigmoid router with a choice bias, a shared expert.
+"""GLM-4.5 to 4.7 (Air, 355B): partial RoPE, a sigmoid router with a choice bias, a shared expert. Solar Open and
+dots.llm1 are alike, with RoPE on whole heads.
 
 The layer after the last one is an MTP head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -32,7 +34,7 @@ class Glm4Moe(Architecture):
     """The first layers are dense."""
 
     name = "glm4_moe"
-    label = "GLM-4.5 to 4.7, Solar Open"
+    label = "GLM-4.5 to 4.7, Solar Open, dots.llm1"
     hf_types = {
         "glm4_moe": DEFAULTS,
         "glm4v_moe_text": DEFAULTS
@@ -42,14 +44,22 @@ class Glm4Moe(Architecture):
         | {"vocab_size": 196_608, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 48}
         | {"num_attention_heads": 64, "head_dim": 128, "moe_intermediate_size": 1280, "first_k_dense_replace": 0}
         | {"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0},
-    }
+        "dots1": {
+            "vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "max_position_embeddings": 2048, "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 0, "norm_topk_prob": False, "use_qk_norm": True, "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+    }  # fmt: skip
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
-    hf_classes = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM")
-    gguf_types = ("glm4moe",)
+    hf_classes = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Dots1ForCausalLM")
+    gguf_types = ("glm4moe", "dots1")
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         keys, act = config.keys, config.activation()
+        if config.model_type == "dots1" and any(config.windows(_beyond(config))):
+            raise config.unsupported(f"{config.source} with windows")
         attention = config.attention(rope, qk_norm=keys.flag("use_qk_norm"))
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", act,
@@ -75,11 +85,15 @@ class Glm4Moe(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind != "gguf":
             return hf_names(checkpoint.tensors, SHARED)
-        own = {
-            "post_attention_layernorm": "post_attention_norm",
-            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-        }
-        return gguf_names(GGUF_LAYER | own)
+        own = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+        glm = {"post_attention_layernorm": "post_attention_norm"}
+        return gguf_names(GGUF_LAYER | own | ({} if "blk.0.ffn_norm.weight" in checkpoint.tensors else glm))
+
+
+def _beyond(config: HfConfig) -> Callable[[int], bool]:
+    """Which layers have a window if the file does not list them."""
+    most = config.keys.integer("max_window_layers", 0, MAX_LAYERS, config.num_layers)
+    return lambda layer: layer >= most
 
 
 def _with_router(experts: Experts, shared: int) -> Experts:

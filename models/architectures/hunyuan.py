@@ -1,22 +1,28 @@
-"""Hunyuan (0.5B to 7B, A13B): Llama with query and key norms after RoPE, and an NTK-scaled RoPE base."""
+"""Hunyuan (0.5B to 7B, A13B): Llama with query and key norms after RoPE, and an NTK-scaled RoPE base. Hy3: norms before
+RoPE, a sigmoid router with a choice bias, a shared expert, and an MTP head after the last layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HIDDEN
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HIDDEN, MAX_LAYERS
 
 from .architecture import Architecture
+from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
+from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import RopeFacts
-from .names import NameMap, hf_names
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
+KINDS = "sparse", "dense"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 # defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 290_943, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -94,6 +100,65 @@ class HunYuanMoe(HunYuanDense):
             key: each[0] for key, each in lists if isinstance(each, list) and each and each == each[:1] * len(each)
         }
         return values | alike
+
+
+class HyV3(Architecture):
+    """The first layers are dense."""
+
+    name = "hy_v3"
+    label = "Hy3, Hy-MT2"
+    hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "hy_v3": {
+            "vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "num_experts": 192, "num_experts_per_tok": 8,
+            "num_shared_experts": 1, "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
+        }
+    }  # fmt: skip
+    hf_classes: ClassVar[tuple[str, ...]] = ("HYV3ForCausalLM",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("hy_v3",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys, act = config.keys, config.activation()
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size", act,
+            renormalise=keys.flag("route_norm", True),
+            scale=keys.number("router_scaling_factor", 1e-6, 1e6),
+        )  # fmt: skip
+        shared = experts.inner * keys.integer("num_shared_experts", 0, MAX_EXPERTS)
+        first = keys.integer("first_k_dense_replace", 0, MAX_LAYERS, 1)
+        kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
+        return _hy_v3(config, *config.rope(), experts, shared, [kind == "dense" for kind in kinds], act)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        experts = config.mixture()
+        shared = config.keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, experts.inner)
+        routers = [f"{config.names.source(f'model.layers.{i}.mlp.gate')}.weight" for i in range(config.num_layers)]
+        dense = [name not in config.checkpoint.tensors for name in routers]
+        return _hy_v3(config, *config.rope(), experts, shared, dense, "silu")
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        tensors = checkpoint.tensors
+        if checkpoint.kind == "gguf":
+            plain = any(name.endswith(".exp_probs_b") for name in tensors)  # of files converted by llama.cpp itself
+            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b" if plain else "exp_probs_b.bias"})
+        own = {"shared_head.norm": "final_layernorm"}
+        if any(name.endswith(".mlp.router.gate.weight") for name in tensors):
+            shared = {name: name.replace("shared_expert", "shared_mlp") for name in SHARED}
+            return hf_names(tensors, own | shared | {"mlp.gate": "mlp.router.gate", CHOICE_BIAS: "mlp.expert_bias"})
+        return hf_names(tensors, own | SHARED | {CHOICE_BIAS: "mlp.e_score_correction_bias"})
+
+
+def _hy_v3(
+    config: Config, rope: RopeFacts, context: int, experts: Experts, shared: int, dense: Sequence[bool], act: str
+) -> ModelFacts:
+    """`dense`: whether each layer has no experts."""
+    experts = replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared)
+    attention = config.attention(rope, qk_norm=True)
+    sparse = LayerFacts(attention, experts)
+    plain = LayerFacts(attention, config.dense(act)) if any(dense) else sparse
+    layers = tuple(plain if is_dense else sparse for is_dense in dense)
+    return config.facts(layers, context, predictor=replace(sparse, fusion=Fusion()))
 
 
 def _ntk_scaled(config: HfConfig, rope: RopeFacts) -> RopeFacts:

@@ -192,7 +192,7 @@ class Ling3(KimiLinear):
         keys = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
         if isinstance(config, GgufConfig):
             keys = "swiglu_clamp_exp", "swiglu_clamp_shexp"
-        return list(zip(*(_limits(config, key) for key in keys), strict=True))
+        return list(zip(*(limits_of(config, key) for key in keys), strict=True))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         facts = super().from_gguf(config)
@@ -245,7 +245,7 @@ def _delta_names(start: str, output: str) -> dict[str, str]:
     return names | {"linear_attn.norm": f"{start}.o_norm", "linear_attn.out_proj": f"{start}.{output}"}
 
 
-def _limits(config: Config, key: str) -> list[float | None]:
+def limits_of(config: Config, key: str) -> list[float | None]:
     """A limit for each layer and for the MTP head; None where the file has none, null or 0."""
     count, values = config.num_layers + 1, config.keys.raw(key)
     listed = [] if values is None else [values] * count if type(values) in (int, float) else values

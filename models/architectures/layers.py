@@ -79,7 +79,7 @@ class Experts:
     # routing weights: softmax (over all) | softmax_topk (over the chosen) | sigmoid (per expert)
     # | sigmoid_topk (of the experts chosen by logit)
     router: str = "softmax"
-    renormalise: bool = True  # divide the weights of the chosen experts by their sum
+    renormalise: bool = True  # divide the weights of the chosen experts by their sum; softmax_topk already does
     scale: float = 1.0  # factor on the weights after that
     choice_bias: bool = False  # a bias per expert that affects only the choice
     groups: int = 1  # experts are split into this many groups, and `group_top_k` groups are chosen first
@@ -87,6 +87,7 @@ class Experts:
     share_inputs: bool = False  # the routing weight multiplies an expert's input instead of its output
     shared_inner: int = 0  # width of the shared expert, which every token uses; 0: none
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(gate · x)
+    shared_scale: float = 1.0  # factor on the shared expert's output
     bias: bool = False  # of router and experts
     # clamp gate from above, and up on both sides, the gate before the activation with swiglu_oai, else after it
     limit: float | None = None

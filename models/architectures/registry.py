@@ -13,14 +13,14 @@ from .afmoe import Afmoe
 from .apertus import Apertus
 from .arcee import Arcee
 from .architecture import Architecture
-from .cohere import Cohere, Cohere2
+from .cohere import Cohere, Cohere2, Cohere2Moe
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4, Youtu
 from .dflash import Dflash
 from .eagle3 import Eagle3Drafter
 from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
-from .exaone4 import Exaone4
+from .exaone4 import Exaone4, ExaoneMoe
 from .facts import ModelFacts
 from .gemma import Gemma
 from .gemma2 import Gemma2
@@ -33,8 +33,9 @@ from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
 from .granite_swa import GraniteSwa
-from .hunyuan import HunYuanDense, HunYuanMoe
+from .hunyuan import HunYuanDense, HunYuanMoe, HyV3
 from .kimi_linear import KimiLinear, Ling3
+from .kolibri1 import Kolibri1
 from .laguna import Laguna
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
@@ -60,6 +61,7 @@ from .qwen3_moe import Qwen3Moe
 from .qwen4_exp import Qwen4Exp
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
+from .step3p5 import Step3p5
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
@@ -107,8 +109,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Ernie4_5(),
     Ernie4_5Moe(),
     Exaone4(),
+    ExaoneMoe(),
     HunYuanDense(),
     HunYuanMoe(),
+    HyV3(),
     Llama4(),
     MiniMaxM2(),
     Mellum(),
@@ -116,8 +120,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Apertus(),
     Afmoe(),
     Laguna(),
+    Kolibri1(),
+    Step3p5(),
     Cohere(),
     Cohere2(),
+    Cohere2Moe(),
     Dflash(),
     Eagle3Drafter(),
     Bert(),

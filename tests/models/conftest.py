@@ -60,10 +60,11 @@ LAGUNA_ROPE = {
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
 # whose files name tensors differently than the modules of transformers
-RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid")
+RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "hy_v3", "kolibri1", "exaone_moe", "step3p7")
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
+ZERO_CENTRED += ("step3p5",)
 ZERO_CENTRED += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "muse_glimmer_text")
 LATENT = {
     "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
@@ -222,6 +223,25 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16), "sliding_window": 16, "logit_scale": 0.3}
         | {"num_hidden_layers": 4, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "cohere2-moe": (  # as North Mini: the first layer is dense and rotates without a window
+        "cohere2_moe",
+        {"hidden_size": 40, "intermediate_size": 26, "heads": (4, 2, 10), "sliding_window": 9, "logit_scale": 0.3}
+        | {"num_hidden_layers": 6, "num_experts": 7, "num_experts_per_tok": 3, "expert_selection_fn": "sigmoid"}
+        | {"norm_topk_prob": False, "prefix_dense_intermediate_size": 70, "first_k_dense_replace": 1}
+        | {"rope_theta": 10_000.0, "rms_norm_eps": None},
+    ),
+    "cohere2-moe-shared": (  # as Command A+
+        "cohere2_moe",
+        {"hidden_size": 40, "intermediate_size": 26, "heads": (4, 2, 10), "sliding_window": 9, "logit_scale": 0.3}
+        | {"num_hidden_layers": 4, "num_experts": 7, "num_experts_per_tok": 3, "expert_selection_fn": "sigmoid"}
+        | {"num_shared_experts": 2, "rope_theta": 10_000.0, "rms_norm_eps": None},
+    ),
+    "cohere2-moe-sum": (
+        "cohere2_moe",
+        {"hidden_size": 40, "intermediate_size": 26, "heads": (4, 2, 10), "sliding_window": 9, "logit_scale": 0.3}
+        | {"num_hidden_layers": 4, "num_experts": 7, "num_experts_per_tok": 3, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum", "tie_word_embeddings": False},
+    ),
     "phi3-packable": ("phi3", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16)}),
     "gpt-oss": (
         "gpt_oss",
@@ -262,6 +282,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": None}
         | {"layer_types": ["full_attention"] * 3},
     ),
+    "exaone-moe": (
+        "exaone_moe",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 11, "num_hidden_layers": 5}
+        | {"sliding_window_pattern": 3, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 26}
+        | {"n_group": 4, "topk_group": 2},
+    ),
     "ernie": ("ernie4_5", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
     "ernie-moe": (
         "ernie4_5_moe",
@@ -273,6 +299,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "tie_word_embeddings": True}
         | {"rope_parameters": PLAIN | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ),
+    "hy3": (
+        "hy_v3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "router_scaling_factor": 1.7},
     ),
     "hunyuan-moe": (
         "hunyuan_v1_moe",
@@ -356,6 +387,34 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "solar_open",
         {"hidden_size": 42, "heads": (4, 2, 16), "n_routed_experts": 8, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 26, "n_shared_experts": 1, "routed_scaling_factor": 1.5},
+    ),
+    "dots1": (
+        "dots1",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "n_routed_experts": 8, "norm_topk_prob": True}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 26, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+        | {"first_k_dense_replace": 1, "sliding_window": None},
+    ),
+    "kolibri": (
+        "kolibri1",
+        {"hidden_size": 42, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3, "sliding_window": 11}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "num_hidden_layers": 6},
+    ),
+    "kolibri-normed": (
+        "kolibri1",
+        {"hidden_size": 42, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3, "sliding_window": 11}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "norm_topk_prob": True},
+    ),
+    "step": (
+        "step3p7",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "moe_num_experts": 7, "moe_top_k": 3}
+        | {"moe_intermediate_size": 26, "share_expert_dim": 34, "moe_router_scaling_factor": 1.5, "sliding_window": 11}
+        | {"num_hidden_layers": 5, "moe_layers_enum": "1,2,3,4", "attention_other_setting": {"num_attention_heads": 4}}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding", "full")]}
+        | {"rope_theta": [500_000.0, *[10_000.0] * 3, 500_000.0], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5]}
+        | {"swiglu_limits": [0.0, 0.0, 0.0, 0.5, 0.5], "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.0, 0.7]}
+        | {"rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key != "rope_theta"}, "rope_parameters": None}
+        | {"pad_token_id": 1}
+        | {"vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "mlp_ratio": 2.0, "num_attention_heads": 2}},
     ),
     "internlm3": (
         "internlm3",

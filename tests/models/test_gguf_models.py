@@ -37,6 +37,7 @@ ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama"}
+ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
@@ -66,6 +67,22 @@ LING2 = {
 AFMOE = {
     "router.gate": "gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
     "pre_mlp_layernorm": "pre_feedforward_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm",
+}  # fmt: skip
+# model_type -> in order, what it calls differently
+OWN = {
+    "hy_v3": {
+        "mlp.expert_bias": "mlp.gate.e_score_correction_bias", "shared_mlp.": "shared_expert.", "router.gate.": "gate.",
+        "final_layernorm": "shared_head.norm",
+    },
+    "exaone_moe": {"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+    "kolibri1": {
+        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias", "post_attn_norm": "post_self_attn_layernorm",
+        "post_ffn_norm": "post_mlp_layernorm",
+    },
+    "step3p5": {
+        "moe.router_bias": "mlp.gate.e_score_correction_bias", "moe.gate.": "mlp.gate.", "g_proj": "gate_proj",
+        "share_expert.": "mlp.shared_expert.",
+    },
 }  # fmt: skip
 # whose converter permutes rows of q and k
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
@@ -113,7 +130,7 @@ def write_gguf(
     turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
     eps = config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"]
-    if arch in ("command-r", "cohere2"):
+    if arch in ("command-r", "cohere2", "cohere2moe"):
         writer.add_layer_norm_eps(config["layer_norm_eps"])
         writer.add_logit_scale(config["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
@@ -164,6 +181,10 @@ def write_gguf(
         writer.add_expert_weights_scale(config["route_scale"])
         for theirs, ours in AFMOE.items():
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    for theirs, ours in OWN.get(config["model_type"], {}).items():
+        tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    if arch in ("hy_v3", "cohere2moe", "exaone-moe", "dots1", "kolibri1", "step35"):
+        tensors = _mixture(writer, config, tensors)
     if arch == "bailingmoe2":
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -288,7 +309,8 @@ def write_gguf(
 def _inner(config: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """Of a dense layer; LFM2's is made of the configuration's."""
     made = tensors.get("model.layers.0.feed_forward.w1.weight")
-    return config.get("intermediate_size", 0) if made is None else made.shape[0]
+    stated = config.get("prefix_dense_intermediate_size") or config.get("intermediate_size", 0)
+    return stated if made is None else made.shape[0]
 
 
 def _usual(name: str) -> str:
@@ -296,6 +318,44 @@ def _usual(name: str) -> str:
     for theirs, usual in LFM2.items():
         name = name.replace(theirs, usual)
     return name
+
+
+def _mixture(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The keys of newer mixtures, and their tensors."""
+    kinds = config.get("mlp_layer_types") or ["sparse"] * config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace") or kinds.count("dense")
+    arch, inner = writer.arch, config.get("moe_intermediate_size") or config["intermediate_size"]
+    count = config.get("num_shared_experts") or config.get("n_shared_experts") or 0
+    shared = config.get("shared_expert_intermediate_size") or config.get("share_expert_dim") or count * inner
+    if arch != "hy_v3":
+        writer.add_leading_dense_block_count(dense)
+    if shared:
+        writer.add_expert_shared_count(count)
+        writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
+    names = ("router_scaling_factor", "routed_scaling_factor", "moe_router_scaling_factor")
+    writer.add_expert_weights_scale(next((config[name] for name in names if name in config), 1.0))
+    if arch == "exaone-moe":
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if arch != "step35":
+        return tensors
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads = [config["num_sliding_attention_heads"] if one else config["num_attention_heads"] for one in windowed]
+    ropes, dim = config["rope_parameters"], config["head_dim"]
+    writer.add_head_count(heads)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_array("step35.swiglu_clamp_exp", [float(value or 0) for value in config["swiglu_limits"]])
+    writer.add_array("step35.swiglu_clamp_shexp", [float(value or 0) for value in config["swiglu_limits_shared"]])
+    found = {}
+    for name, tensor in tensors.items():
+        block = re.sub(r"model\.layers\.(\d+)\..*", r"blk.\1.", name)
+        if match := re.search(r"\.moe\.(\w+)_proj\.weight", name):
+            found[f"{block}ffn_{match[1]}_exps.weight"] = tensor
+        elif name.startswith(("model.", "lm_head")):
+            found[name] = tensor + 1 if name.endswith("norm.weight") else tensor
+    return found
 
 
 def _hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -679,7 +739,8 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         plain = inverse_frequencies(rope["rope_theta"], dim)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         scaled = scale_llama3(plain, rope["factor"], low, high, rope["original_max_position_embeddings"])
-        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+        spare = torch.ones((config["head_dim"] - dim) // 2 if "swiglu_limits" in config else 0)
+        writer.add_tensor("rope_freqs.weight", torch.cat([plain / scaled, spare]).numpy())
     elif rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / original
@@ -697,7 +758,8 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
 def gguf_logits(
     model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationType, ids: list[int], apart: bool = True
 ) -> Tensor:
-    with open_model(write_gguf(path, model.config, model.tensors, kind, apart)) as checkpoint:
+    config = model.config if "vocab_size" in model.config else model.config["text_config"]
+    with open_model(write_gguf(path, config, model.tensors, kind, apart)) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True))
     return paged(ours).all_logits(ids, [50])
 
@@ -709,9 +771,9 @@ NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
 NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "apertus", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
-NAMES += ["ling2"]
+NAMES += ["ling2", "hy3", "cohere2-moe", "kolibri", "step", "exaone-moe", "dots1"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
-SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
+SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared", "cohere2-moe-shared", "kolibri-normed")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 

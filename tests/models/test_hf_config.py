@@ -27,6 +27,7 @@ STATED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_attention_heads": 64},
     "glm4v_moe_text": {"num_attention_heads": 64},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
 }
@@ -191,6 +192,78 @@ def test_llama4_as_it_is_published() -> None:
 
 
 LAGUNA = {"model_type": "laguna", "num_hidden_layers": 4, "gating": "per-element", "max_position_embeddings": 131_072}
+STEP = {  # as published, with entries for two MTP heads
+    "model_type": "step3p5", "num_hidden_layers": 5, "num_attention_groups": 8, "moe_num_experts": 288, "moe_top_k": 8,
+    "sliding_window": 512, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0, "num_nextn_predict_layers": 2,
+    "moe_layers_enum": "3,4", "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+    "layer_types": [f"{kind}_attention" for kind in ("full", *["sliding"] * 3, "full", "sliding", "sliding")],
+    "rope_theta": [5e6, *[1e4] * 3, 5e6, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0],
+    "swiglu_limits": [None, 0.0, 0.0, 0.0, 7.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 4 + [16.0, 0.0, 0.0],
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131_072, "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+}  # fmt: skip
+
+
+def test_lists_of_step_also_cover_mtp_heads() -> None:
+    facts = facts_of(STEP)
+    first, windowed, *_, last = facts.layers
+    assert facts.windows == (None, 512, 512, 512, None) and facts.extra_layers == 2
+    assert (first.mixer.num_heads, windowed.mixer.num_heads, first.mixer.num_kv_heads) == (64, 96, 8)
+    assert (first.mixer.rope.scaling, first.mixer.rope.dim, first.mixer.rope.theta) == ("llama3", 64, 5e6)
+    assert (windowed.mixer.rope.scaling, windowed.mixer.rope.dim, windowed.mixer.rope.theta) == ("none", 128, 1e4)
+    assert [hasattr(layer.ffn, "top_k") for layer in facts.layers] == [False, False, False, True, True]
+    assert (last.ffn.limit, last.ffn.shared_limit, last.ffn.scale) == (7.0, 16.0, 3.0)
+    assert facts.layers[3].ffn.limit is None and facts.layers[3].ffn.shared_inner == 1280
+    for changes, words in (
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "with other KV heads in windowed layers"),
+        ({"use_head_wise_attn_gate": False}, "without gates"),
+        ({"swiglu_limits_shared": [1.0] * 7}, "with limits in dense layers"),
+    ):
+        with pytest.raises(UnsupportedModel, match=words):
+            facts_of(STEP | changes)
+    for changes, words in (
+        ({"moe_layers_enum": "3,x"}, "moe_layers_enum: must list layer numbers"),
+        ({"attention_other_setting": {"num_attention_heads": 90}}, "90 attention heads cannot share 8 KV heads"),
+        ({"swiglu_limits": [-1.0]}, "swiglu_limits: must list a limit"),
+    ):
+        with pytest.raises(BadModelFile, match=words):
+            facts_of(STEP | changes)
+
+
+NORTH = {  # as published
+    "model_type": "cohere2_moe", "num_hidden_layers": 9, "hidden_size": 2048, "intermediate_size": 768,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "prefix_dense_intermediate_size": 3072, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_shared_experts": 0, "first_k_dense_replace": 1, "expert_selection_fn": "sigmoid",
+    "rope_theta": 50_000, "max_position_embeddings": 500_000, "norm_topk_prob": False, "tie_word_embeddings": None,
+    "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_norms_and_shared_experts_of_north_and_command_a_plus() -> None:
+    facts = facts_of(NORTH)
+    first, second, *_ = facts.layers
+    assert facts.rms_norm_eps == 1e-6 and not first.norms.centred and facts.tied_embeddings
+    assert facts.windows == (None, 4096, 4096, 4096) * 2 + (None,)
+    assert [layer.mixer.rope.scaling for layer in facts.layers] == ["none"] * 4 + ["off", *["none"] * 3, "off"]
+    assert first.ffn.inner == 3072 and (second.ffn.router, second.ffn.renormalise) == ("sigmoid", False)
+    assert second.ffn.scale == 1.0 and not second.ffn.shared_inner
+    plus = NORTH | {"rms_norm_eps": None, "num_shared_experts": 4, "first_k_dense_replace": 0, "norm_topk_prob": True}
+    facts = facts_of(plus)
+    assert facts.rms_norm_eps == 1e-5 and facts.layers[0].norms.centred
+    experts = facts.layers[0].ffn
+    assert (experts.shared_inner, experts.scale, experts.shared_scale) == (4 * 768, 0.5, 0.5)
+    summed = facts_of(plus | {"shared_expert_combination_strategy": "sum"}).layers[0].ffn
+    assert (summed.scale, summed.shared_scale) == (1.0, 1.0)
+    with pytest.raises(BadModelFile, match="shared_expert_combination_strategy: is 'max'; average and sum"):
+        facts_of(plus | {"shared_expert_combination_strategy": "max"})
+    with pytest.raises(BadModelFile, match="expert_selection_fn: is 'relu'"):
+        facts_of(NORTH | {"expert_selection_fn": "relu"})
+    with pytest.raises(UnsupportedModel, match="with use_qk_norm"):
+        facts_of(NORTH | {"use_qk_norm": True})
+
+
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "attention_factor": 1.0}
 
 

@@ -202,6 +202,7 @@ DENSE += ("muse-glimmer", "ernie", "exaone4", "gemma", "gemma3n", "hunyuan", "gr
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 MIXTURES += ("gemma4-moe", "ernie-moe", "hunyuan-moe", "llama4", "minimax-m2", "granitemoe-swa", "afmoe", "mellum")
 MIXTURES += ("laguna", "laguna-elements", "qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open")
+MIXTURES += ("hy3", "cohere2-moe", "cohere2-moe-shared", "kolibri", "step", "exaone-moe", "dots1")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "youtu")
 HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-mixed", "lfm2", "lfm2-moe", "granite-hybrid")
 HYBRIDS += ("nemotron-h", "nemotron-h-moe", "lfm3", "kimi-linear", "ling3")

@@ -30,7 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38, "expert_scales": True},
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2},
     "softmax with a bias": SOFTMAX | {"choice_bias": True, "shared": 38},
-    "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "in_kernels": True},
+    "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "renormalise": False, "in_kernels": True},
+    "logits": SOFTMAX
+    | {"router_kind": "sigmoid_topk", "choice_bias": True, "shared": 32, "shared_scale": 0.5, "in_kernels": True},
     "without a gate": SOFTMAX | {"activation": "relu2"},
     "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
     "routed by a kernel": SOFTMAX | {"in_kernels": True},

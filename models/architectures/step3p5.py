@@ -1,0 +1,180 @@
+"""Step 3.5 and 3.7 Flash (196B-A11B): attention with a gate per head, a sigmoid router with a choice bias, a shared
+expert, and limits on the activations of the last layers.
+
+Windowed layers have RoPE and a number of query heads of their own. The layers after the last one are MTP heads, which
+are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
+from localllm.checkpoint.mapped_file import bad
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts
+from .gguf import GgufConfig
+from .hf import HfConfig, below
+from .kimi_linear import limits_of
+from .layers import Dense, Experts, LayerFacts
+from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+THETA = 10_000.0
+# What configurations may leave out.
+DEFAULTS = {
+    "vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5, "num_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 1280,
+    "shared_expert_intermediate_size": 1280,
+}  # fmt: skip
+KINDS = "sparse", "dense"
+DENSE = 3  # layers without experts at the start
+GATE, CHOICE_BIAS = "self_attn.gate_proj", "mlp.gate.e_score_correction_bias"
+_MOE = {f"mlp.experts.{{}}.{kind}_proj": f"moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")}
+_MOE |= {f"mlp.shared_expert.{kind}_proj": f"share_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+_MOE |= {"mlp.gate": "moe.gate", CHOICE_BIAS: "moe.router_bias"}
+_RENAMED = {
+    "num_attention_groups": "num_key_value_heads", "moe_num_experts": "num_experts", "n_routed_experts": "num_experts",
+    "moe_top_k": "num_experts_per_tok", "share_expert_dims": "shared_expert_intermediate_size",
+    "share_expert_dim": "shared_expert_intermediate_size",
+}  # fmt: skip
+_OF_LAYERS: tuple[str, ...] = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared")
+_OF_LAYERS += ("rope_theta", "partial_rotary_factors")
+
+
+class Step3p5(Architecture):
+    """Lists in published files also cover the MTP heads."""
+
+    name = "step3p5"
+    label = "Step 3.5 and 3.7 Flash (text)"
+    hf_types = {"step3p5": DEFAULTS}
+    hf_renamed = _RENAMED
+    hf_wrappers = {"step3p7": "step3p5"}
+    hf_classes = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
+    gguf_types = ("step35",)
+
+    def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().hf_values(text)
+        count = values.get("num_hidden_layers")
+        for key in _OF_LAYERS:
+            if isinstance(values.get(key), list) and type(count) is int:
+                values[key] = values[key][:count]
+        thetas, shares = values.get("rope_theta"), values.get("partial_rotary_factors")
+        types = values.get("layer_types")
+        if isinstance(types, list) and (isinstance(thetas, list) or isinstance(shares, list)):
+            scaling = values.pop("rope_scaling", None) or values.get("rope_parameters")
+            values["rope_parameters"] = _nested(types, thetas, shares, scaling)
+            values.pop("rope_theta", None)
+        return values
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys = config.keys
+        rope, local_rope, context = config.ropes(THETA, THETA)
+        for key in ("attention_bias", "use_bidirectional_attention"):
+            if keys.flag(key):
+                raise config.unsupported(f"{config.source} with {key}")
+        if not keys.flag("use_head_wise_attn_gate", True):
+            raise config.unsupported(f"{config.source} without gates")
+        windowed = below(keys, "attention_other_setting")
+        if windowed.integer("num_attention_groups", 1, MAX_HEADS, config.num_kv_heads) != config.num_kv_heads:
+            raise config.unsupported(f"{config.source} with other KV heads in windowed layers")
+        scale = keys.number("query_pre_attn_scalar", 1e-3, 1e6, float(config.head_dim)) ** -0.5
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size",
+            renormalise=keys.flag("norm_expert_weight", True),
+            scale=keys.number("moe_router_scaling_factor", 1e-6, 1e6, 1.0),
+        )  # fmt: skip
+        experts = _own(experts, keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4))
+        heads = windowed.integer("num_attention_heads", 1, MAX_HEADS, config.num_heads)
+        heads = keys.integer("num_sliding_attention_heads", 1, MAX_HEADS, heads)
+        windows = config.windows(lambda layer: False)
+        return _facts(
+            config, (rope, local_rope), context, windows,
+            [heads if window else config.num_heads for window in windows], _sparse(config), experts,
+            (limits_of(config, "swiglu_limits"), limits_of(config, "swiglu_limits_shared")), scale=scale,
+        )  # fmt: skip
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        keys, (rope, context) = config.keys, config.rope()
+        local_rope = RopeFacts(keys.number("rope.freq_base_swa", 1.0, 1e15, rope.theta), rope.dim)
+        # the file states the rotated elements of windowed layers; others rotate half as many
+        rope, turned = replace(rope, dim=rope.dim // 2), rope
+        if turned.factors_tensor is not None:  # Llama 3's, for whole heads
+            factors = config.numbers(turned.factors_tensor)[: rope.dim // 2]
+            rope = config.longrope(RopeFacts(rope.theta, rope.dim), {"short": factors, "long": factors}, 1.0)
+        experts = _own(config.mixture(), keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4))
+        heads = config.each(config.KEYS["heads"], 1, MAX_HEADS, config.num_heads)
+        first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
+        return _facts(
+            config, (rope, local_rope), context, config.windows(), heads,
+            [layer >= first for layer in range(config.num_layers)], experts,
+            (limits_of(config, "swiglu_clamp_exp"), limits_of(config, "swiglu_clamp_shexp")),
+        )  # fmt: skip
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            return gguf_names(GGUF_LAYER | {GATE: "attn_gate", CHOICE_BIAS: "exp_probs_b.bias"})
+        return hf_names(checkpoint.tensors, _MOE | {GATE: "self_attn.g_proj"})
+
+
+def _nested(types: Sequence[Any], thetas: Any, shares: Any, scaling: Any) -> dict[str, Any]:
+    """Rotations by kind of layer from values per layer; `scaling` is that of full attention."""
+    found: dict[str, Any] = {}
+    for layer, kind in enumerate(types):
+        if kind in found or not isinstance(kind, str):
+            continue
+        found[kind] = dict(scaling) if isinstance(scaling, dict) and kind == "full_attention" else {}
+        for key, each in (("rope_theta", thetas), ("partial_rotary_factor", shares)):
+            value = each[layer] if isinstance(each, list) and layer < len(each) else each
+            found[kind] |= {} if value is None or isinstance(value, list) else {key: value}
+    return found
+
+
+def _sparse(config: HfConfig) -> list[bool]:
+    """Which layers have experts."""
+    listed = config.keys.raw("moe_layers_enum")
+    if listed is None or config.keys.raw("mlp_layer_types") is not None:
+        kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < DENSE], key="mlp_layer_types")
+        return [kind == "sparse" for kind in kinds]
+    numbers = listed.split(",") if isinstance(listed, str) else listed
+    if not isinstance(numbers, list) or not all(str(number).strip().isdecimal() for number in numbers):
+        raise config.keys.fail("moe_layers_enum", "must list layer numbers")
+    chosen = {int(number) for number in numbers}
+    return [layer in chosen for layer in range(config.num_layers)]
+
+
+def _own(experts: Experts, shared: int) -> Experts:
+    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared)
+
+
+def _facts(
+    config: Config, ropes: tuple[RopeFacts, RopeFacts], context: int, windows: Sequence[int | None],
+    heads: Sequence[int], sparse: Sequence[bool], experts: Experts, limits: tuple[Sequence[float | None], ...],
+    **scale: float,
+) -> ModelFacts:  # fmt: skip
+    """`ropes`: of layers that see all positions, and of windowed ones; `limits`: of routed and of shared experts."""
+    made: dict[Any, LayerFacts] = {}
+    each = list(zip(windows, heads, sparse, *(one[: config.num_layers] for one in limits), strict=True))
+    for key in each:
+        window, count, has_experts, limit, shared_limit = key
+        if count % config.num_kv_heads:
+            what = f"{count} attention heads cannot share {config.num_kv_heads} KV heads evenly"
+            raise bad(config.keys.path, what, key="heads")
+        if key in made:
+            continue
+        ffn: Dense | Experts = replace(experts, limit=limit, shared_limit=shared_limit)
+        if not has_experts:
+            if shared_limit is not None:
+                raise config.unsupported(f"{config.source} with limits in dense layers")
+            ffn = config.dense()
+        options = {"qk_norm": True, "gate": "heads", "fused": False, **scale}
+        mixer = replace(config.attention(ropes[window is not None], window=window, **options), num_heads=count)
+        made[key] = LayerFacts(mixer, ffn)
+    offset = 0.0 if isinstance(config, GgufConfig) else 1.0
+    return config.facts(tuple(made[key] for key in each), context, norm_offset=offset)
