@@ -86,8 +86,9 @@ class Glm4Moe(Architecture):
         if checkpoint.kind != "gguf":
             return hf_names(checkpoint.tensors, SHARED)
         own = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-        glm = {"post_attention_layernorm": "post_attention_norm"}
-        return gguf_names(GGUF_LAYER | own | ({} if "blk.0.ffn_norm.weight" in checkpoint.tensors else glm))
+        if checkpoint.metadata.get("general.architecture") != "dots1":
+            own["post_attention_layernorm"] = "post_attention_norm"
+        return gguf_names(GGUF_LAYER | own)
 
 
 def _beyond(config: HfConfig) -> Callable[[int], bool]:

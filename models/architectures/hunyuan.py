@@ -140,8 +140,8 @@ class HyV3(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         tensors = checkpoint.tensors
         if checkpoint.kind == "gguf":
-            plain = any(name.endswith(".exp_probs_b") for name in tensors)  # of files converted by llama.cpp itself
-            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b" if plain else "exp_probs_b.bias"})
+            old = any(name.endswith(".exp_probs_b.bias") for name in tensors)  # from before llama.cpp read such files
+            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias" if old else "exp_probs_b"})
         own = {"shared_head.norm": "final_layernorm"}
         if any(name.endswith(".mlp.router.gate.weight") for name in tensors):
             shared = {name: name.replace("shared_expert", "shared_mlp") for name in SHARED}

@@ -285,7 +285,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone-moe": (
         "exaone_moe",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 11, "num_hidden_layers": 5}
-        | {"sliding_window_pattern": 3, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 26}
+        | {"sliding_window_pattern": 4, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 26}
         | {"n_group": 4, "topk_group": 2},
     ),
     "ernie": ("ernie4_5", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
@@ -390,7 +390,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": (
         "dots1",
-        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "n_routed_experts": 8, "norm_topk_prob": True}
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 4, 16), "n_routed_experts": 8, "norm_topk_prob": True}
         | {"num_experts_per_tok": 3, "moe_intermediate_size": 26, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
         | {"first_k_dense_replace": 1, "sliding_window": None},
     ),

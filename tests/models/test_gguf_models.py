@@ -111,7 +111,7 @@ def write_gguf(
     arch += "_moe" if "moe" in config.get("layers_block_type", ()) else ""
     writer = gguf.GGUFWriter(path, arch)
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
-    names = family.names(Checkpoint(path, "gguf", {}, {}))
+    names = family.names(Checkpoint(path, "gguf", {}, {}, {"general.architecture": arch}))
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     if config.get("nextn"):
         writer.add_nextn_predict_layers(config["nextn"])
@@ -298,7 +298,9 @@ def write_gguf(
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
         name = "per_layer_token_embd.weight" if name == "ngrams.weight" else name
         known = name.startswith(("blk.", "altup_", "per_layer_"))
-        writer.add_tensor(name if known else names.tensor(name), data, raw_dtype=stored)
+        written = name if known else names.tensor(name)
+        written += ".bias" if config.get("legacy") and written.endswith("exp_probs_b") else ""
+        writer.add_tensor(written, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -333,6 +335,7 @@ def _mixture(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str,
         writer.add_expert_shared_count(count)
         writer.add_expert_shared_feed_forward_length(shared)
     writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     names = ("router_scaling_factor", "routed_scaling_factor", "moe_router_scaling_factor")
     writer.add_expert_weights_scale(next((config[name] for name in names if name in config), 1.0))
     if arch == "exaone-moe":
@@ -599,9 +602,12 @@ def _canonical(name: str, tensor: Tensor, kinds: list[str], config: dict[str, An
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with those of experts as converters write them: all of a layer, gate and up apart."""
-    found = {}
+    found, alone = {}, {}
     for name, tensor in tensors.items():
         name = name.replace("block_sparse_moe.", "mlp.")
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name):
+            alone.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = tensor
+            continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(|_bias)", name)
         if match is None:
             for theirs, ours in USUAL.items():
@@ -617,7 +623,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if gpt_oss else tensor.chunk(2, 1)
             parts = {"gate": gate, "up": up}
         found |= {f"blk.{match[1]}.ffn_{kind}_exps.{suffix}": part for kind, part in parts.items()}
-    return found
+    return found | {name: torch.stack([parts[i] for i in sorted(parts)]) for name, parts in alone.items()}
 
 
 def _heads_of_two_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -810,13 +816,16 @@ def test_the_text_part_of_qwen_vl(
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
 
 
-def test_qwen3_next_as_it_was_written_first(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
-    """ssm_in has the rows of each key head together, as safetensors have."""
+@pytest.mark.parametrize("name", ["qwen3-next", "hy3"])
+def test_files_as_they_were_written_first(
+    name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """Qwen3-Next: ssm_in has the rows of each key head together, as safetensors have. Hy3: exp_probs_b has a suffix."""
     ids = torch.randint(0, 99, (70,)).tolist()
-    model = tiny("qwen3-next")
+    model = tiny(name)
     old = replace(model, config=model.config | {"legacy": True})
     rows = gguf_logits(old, paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
-    expected = paged(loaded("qwen3-next")).all_logits(ids, [50])
+    expected = paged(loaded(name)).all_logits(ids, [50])
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
 
 
