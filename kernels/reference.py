@@ -452,7 +452,7 @@ def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch
     return rows if scale == 1.0 else rows.mul_(scale)
 
 
-def index_scores(q: Tensor, keys: Tensor) -> Tensor:
+def index_scores(q: Tensor, keys: Tensor, places: Tensor | None = None) -> Tensor:
     """score = sum over heads of relu(q · k), with 0 for NaN, which no choice could order.
 
     Products have the shape of one query and one tile of keys, so that a score depends on neither the other queries nor
@@ -460,8 +460,13 @@ def index_scores(q: Tensor, keys: Tensor) -> Tensor:
 
     q        [num_queries, heads, dim]   f32 | bf16 | f16
     keys     [num_keys, dim]             f32 | bf16
-    returns  [num_queries, num_keys]     float32
+    places   [num_queries, num_places]   int32: each query's own keys, -1 for none, with a score of 0; None: all keys
+    returns  [num_queries, num_keys or num_places]  float32
     """
+    if places is not None:
+        pairs = zip(q.split(1), places, strict=True)
+        scores = torch.cat([index_scores(query, keys[own.clamp(min=0)]) for query, own in pairs])
+        return scores.masked_fill_(places < 0, 0.0)
     q, size = q.float(), index_tile(keys)
     scores = torch.zeros(q.shape[0], keys.shape[0], device=q.device)
     spare = -q.shape[2] % 16  # otherwise MKL sums in another order

@@ -28,16 +28,16 @@ SCORE_BYTES = 32 << 20  # memory for scores and the choice: queries are scored i
 class Chosen(NamedTuple):
     """What the tokens of a step's long sequences see.
 
-    rows         int64 [n]: these tokens
     block_table  int32 [n * kv_heads, top + 1]: blocks of the pages of `by_block`, in order; -1 after the last
     lens         int32 [n * kv_heads]: tokens in these blocks
-    short        int64: the other sequences of the step
+    rows         int64 [n]: these tokens; None for all
+    short        int64: the other sequences of the step; None if there are none
     """
 
-    rows: Tensor
     block_table: Tensor
     lens: Tensor
-    short: Tensor
+    rows: Tensor | None = None
+    short: Tensor | None = None
 
 
 def token_index(
@@ -60,24 +60,31 @@ def token_index(
     lens: list[int] = []
     starts: list[int] = []
     long: list[int] = []
-    if block_table.shape[1] * pages.k.shape[2] > weights.reach:
+    far = block_table.shape[1] * pages.k.shape[2] > weights.reach
+    decodes = far and not reads_back(x) and block_table.shape[0] == x.shape[0]  # a token of every sequence
+    if far and not decodes:
         lens, starts = seq_lens.tolist(), cu_query_lens.tolist()
         long = [n for n, length in enumerate(lens) if length > weights.reach and starts[n + 1] > starts[n]]
-    rows = (weights.linear if long else weights.key)(x)
-    on_host = x.device.type == "cpu"
-    _store(rms_norm, rope, rows[:, -dim:], weights, pages, cos, sin, slot_mapping, on_host)
-    if not long:
+    rows = (weights.linear if long or decodes else weights.key)(x)
+    _store(rms_norm, rope, rows[:, -dim:], weights, pages, cos, sin, slot_mapping, reads_back(x))
+    if not long and not decodes:
         return None
     assert pages.block_keys is not None
+    per_page = pages.block_keys.shape[1]
+
+    def query(of: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = norm_rows(rms_norm, of[:, : heads * dim].reshape(-1, heads, dim), weights.q_norm)
+        return rope(q, cos, sin, False)
+
+    if decodes:
+        return _each(index_scores, query(rows, cos, sin), weights, pages, block_table, seq_lens)
     tables, counts, found = [], [], []
     for number in long:
         here = slice(starts[number], starts[number + 1])
         found.append(torch.arange(here.start, here.stop, device=x.device))
-        q = norm_rows(rms_norm, rows[here, : heads * dim].reshape(-1, heads, dim), weights.q_norm)
-        q = rope(q, cos[here], sin[here], False)
+        q = query(rows[here], cos[here], sin[here])
         positions = torch.arange(lens[number] - q.shape[0], lens[number], device=x.device)
         whole = lens[number] // ratio
-        per_page = pages.block_keys.shape[1]
         own = block_table[number, : -(-lens[number] // (ratio * per_page))].long()
         keys = pages.block_keys[own].flatten(0, 1)[:whole]
         blocks = (own.unsqueeze(1) * per_page + torch.arange(per_page, device=x.device)).flatten()
@@ -88,13 +95,51 @@ def token_index(
             chosen, tokens = _best(index_scores(q[part], keys), positions[part], weights)
             tables.append(torch.where(chosen < 0, -1, blocks[chosen.clamp(min=0)]))
             counts.append(tokens)
-    kv_heads, per_page = pages.k.shape[1], pages.block_keys.shape[1]
-    table, tokens = torch.cat(tables), torch.cat(counts)
-    of_head = torch.arange(kv_heads, device=x.device).view(1, -1, 1)
-    table = table.unsqueeze(1)
-    table = torch.where(table < 0, -1, (table // per_page * kv_heads + of_head) * per_page + table % per_page)
     short = torch.tensor([n for n in range(len(lens)) if n not in set(long)], dtype=torch.int64, device=x.device)
-    return Chosen(torch.cat(found), table.flatten(0, 1).int(), tokens.repeat_interleave(kv_heads).int(), short)
+    return Chosen(*_of_heads(tables, counts, pages), torch.cat(found), short)
+
+
+def reads_back(x: Tensor) -> bool:
+    """Whether the host may look at results: a GPU would have to wait, and a captured step cannot."""
+    return x.device.type == "cpu"
+
+
+def _each(
+    index_scores: Callable[..., Tensor],
+    q: Tensor,
+    weights: IndexWeights,
+    pages: KVPages,
+    block_table: Tensor,
+    seq_lens: Tensor,
+) -> Chosen:
+    """What each sequence's only token sees, however long the sequence: shapes do not depend on lengths.
+
+    q   normed and rotated: [num_seqs, heads, dim]
+    """
+    assert pages.block_keys is not None
+    per_page, keys = pages.block_keys.shape[1], pages.block_keys.flatten(0, 1)
+    inside = torch.arange(per_page, dtype=torch.int32, device=q.device)
+    number = torch.arange(block_table.shape[1] * per_page, device=q.device)
+    tables, counts = [], []
+    # per query: places, scores, masks, counts of equal ones and the choice
+    size = max(1, SCORE_BYTES // (40 * number.shape[0] + 60 * weights.top))
+    for table, lens, some in zip(block_table.split(size), seq_lens.split(size), q.split(size), strict=True):
+        places = (table.unsqueeze(2) * per_page + inside).flatten(1)
+        places = torch.where(number * weights.ratio < lens.unsqueeze(1), places, -1)
+        chosen, tokens = _best(index_scores(some, keys, places), lens.long() - 1, weights)
+        tables.append(torch.where(chosen < 0, -1, places.gather(1, chosen.clamp(min=0))))
+        counts.append(tokens)
+    return Chosen(*_of_heads(tables, counts, pages))
+
+
+def _of_heads(tables: list[Tensor], counts: list[Tensor], pages: KVPages) -> tuple[Tensor, Tensor]:
+    """Blocks [n, top + 1] of tokens and their sizes [n] -> `block_table` and `lens` of `Chosen`."""
+    assert pages.block_keys is not None
+    kv_heads, per_page = pages.k.shape[1], pages.block_keys.shape[1]
+    table, lens = torch.cat(tables).unsqueeze(1), torch.cat(counts).unsqueeze(1)
+    of_head = torch.arange(kv_heads, device=table.device).view(1, -1, 1)
+    table = torch.where(table < 0, -1, (table // per_page * kv_heads + of_head) * per_page + table % per_page)
+    return table.flatten(0, 1).int(), lens.expand(-1, kv_heads).flatten().int()
 
 
 def _store(
@@ -158,10 +203,14 @@ def _best(scores: Tensor, positions: Tensor, weights: IndexWeights) -> tuple[Ten
     seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))
     seen &= number < whole
     count, rest = whole.clamp(max=top), (positions + 1) % ratio
-    row, block = seen.nonzero().unbind(1)
-    before = (count.cumsum(0) - count).flatten()
     chosen = torch.full((scores.shape[0], top + 1), -1, dtype=torch.int64, device=device)
-    chosen[row, torch.arange(row.shape[0], device=device) - before[row]] = block
+    if reads_back(scores):
+        row, block = seen.nonzero().unbind(1)
+        before = (count.cumsum(0) - count).flatten()
+        chosen[row, torch.arange(row.shape[0], device=device) - before[row]] = block
+    else:
+        first = torch.where(seen, number, scores.shape[1]).topk(min(top, scores.shape[1]), largest=False).values
+        chosen[:, : first.shape[1]] = first.masked_fill_(first == scores.shape[1], -1)
     chosen.scatter_(1, count, torch.where(rest.unsqueeze(1) > 0, whole, -1))
     return chosen, count.squeeze(1) * ratio + rest
 
@@ -192,6 +241,17 @@ def sparse_attention(
     if chosen is None:
         return attention(q, weights, pages, block_table, cu_query_lens, seq_lens)
     assert weights.index is not None
+    kv_heads, blocks = weights.num_kv_heads, by_block(pages, weights.index.ratio)
+    of_group = replace(weights, num_heads=weights.num_heads // kv_heads, num_kv_heads=1, index=None)
+
+    def seen(q: Tensor) -> Tensor:
+        count = q.shape[0] * kv_heads
+        cu = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+        q = q.view(count, weights.num_heads // kv_heads, -1)
+        return attention(q, of_group, blocks, chosen.block_table, cu, chosen.lens).view(count // kv_heads, -1)
+
+    if chosen.rows is None or chosen.short is None:
+        return seen(q)
     out = q.new_empty(q.shape[0], weights.num_heads * weights.head_dim)
     if chosen.short.numel():
         starts = cu_query_lens.long()
@@ -200,13 +260,7 @@ def sparse_attention(
         cu = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         places = block_table[chosen.short].contiguous(), cu, seq_lens[chosen.short].contiguous()
         out[rows] = attention(q[rows].contiguous(), weights, pages, *places).to(out.dtype)
-    kv_heads = weights.num_kv_heads
-    of_group = replace(weights, num_heads=weights.num_heads // kv_heads, num_kv_heads=1, index=None)
-    count = chosen.rows.shape[0] * kv_heads
-    queries = q[chosen.rows].view(count, weights.num_heads // kv_heads, -1)
-    cu = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-    seen = attention(queries, of_group, by_block(pages, weights.index.ratio), chosen.block_table, cu, chosen.lens)
-    out[chosen.rows] = seen.view(chosen.rows.shape[0], -1).to(out.dtype)
+    out[chosen.rows] = seen(q[chosen.rows]).to(out.dtype)
     return out
 
 

@@ -45,6 +45,7 @@ class ForwardBatch:
     state_starts: Tensor | None = None
     images: tuple[ImageRows, ...] = ()
     image_positions: Tensor | None = None  # int64 [2, num_tokens]: row and column positions (M-RoPE)
+    ngram_rows: Tensor | None = None  # those of `NGramRows`, where a captured step reads them; None: read them now
     # int32: adapter slot of every token, -1 for none, and the same for `logits_indices`; None: no adapters in this step
     places: tuple[np.ndarray, np.ndarray] | None = None
 

@@ -153,7 +153,7 @@ class Model:
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
         if self.ngrams is not None:
-            inputs = self.ngrams(batch, cache, x.dtype)
+            inputs = self.ngrams(batch, cache, x.dtype) if batch.ngram_rows is None else batch.ngram_rows
         rows = batch.logits_indices
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
@@ -224,7 +224,7 @@ class Model:
         """`forward` and `logits` of a batch that wants every token's logits, valid until the next step. With
         `finds_best`, also the first index of each row's largest logit, if the kernel finds it on the way.
         """
-        if self.facts.reads_back:  # no kernel for whole steps
+        if self.facts.composed:
             hidden = self.forward(batch, cache, every_row=True)
             return hidden, self.logits(hidden), None
         length = max(batch.seq_lens)

@@ -2,8 +2,9 @@
 
 A graph reads fixed input buffers (`DecodeInputs`) and writes fixed outputs. Attention treats every token as its own
 sequence, so a verification step is a decode step with more rows; only recurrent layers need graphs that know which
-tokens follow each other (`Shape.several`). Steps without a graph run eagerly, which also is the reference for tests;
-`failure` says why a capture failed.
+tokens follow each other (`Shape.several`). What the host looks up by token, such as n-gram rows in a file, it writes
+into fixed memory before each replay (`prepare`). Steps without a graph run eagerly, which also is the reference for
+tests; `failure` says why a capture failed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ class DecodeGraphs:
     shapes        shapes to capture
     capture       `CudaCapture()`, or a replacement in tests
     keeps_states  the model has recurrent layers, so graphs must know which tokens follow each other
+    prepare       called with the loaded batch before each replay
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class DecodeGraphs:
         shapes: tuple[Shape, ...],
         capture: Callable[[Run], Captured],
         keeps_states: bool = False,
+        prepare: Callable[[ForwardBatch], None] | None = None,
     ) -> None:
         self._compute = compute
+        self._prepare = prepare
         self.inputs = inputs
         self.shapes = shapes
         self.capture_run = capture
@@ -121,12 +125,22 @@ class DecodeGraphs:
         capture: Callable[[Run], Captured],
     ) -> DecodeGraphs:
         """Graphs of a whole model, with hidden states before the final norm and logits as outputs."""
+        ngrams, rows = model.ngrams, None
+        if ngrams is not None:
+            width, dtype = ngrams.facts.width, model.embedding.dtype
+            rows = torch.zeros((inputs.most, width), dtype=dtype, device=inputs.device)
+
+        def prepare(batch: ForwardBatch) -> None:
+            if rows is not None and ngrams is not None:
+                rows[: batch.token_ids.shape[0]].copy_(ngrams(batch, cache, rows.dtype))
 
         def compute(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+            if rows is not None:
+                batch = replace(batch, ngram_rows=rows[: batch.token_ids.shape[0]])
             hidden = model.forward(batch, cache)
             return hidden, model.logits(hidden)
 
-        return cls(compute, inputs, shapes, capture, bool(model.states))
+        return cls(compute, inputs, shapes, capture, bool(model.states), prepare if rows is not None else None)
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
@@ -206,5 +220,7 @@ class DecodeGraphs:
         before, ids, blocks   as in `DecodeInputs.load`
         """
         self.inputs.load(parts, before, bucket.shape.rows, ids, blocks)
+        if self._prepare is not None:
+            self._prepare(self.inputs.batch(*bucket.shape))
         bucket.replay()
         return bucket.outputs

@@ -94,7 +94,7 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     if facts.hyper is not None:  # the streams stay alive during a layer, one copy more while its input is computed
         wide = facts.hyper.count * hidden * width
         ngrams = max((layer.ngrams.work(width) for layer, _ in facts.kinds if layer.ngrams is not None), default=0)
-        rows_of_ngrams = facts.ngrams.dim * len(facts.ngrams.sizes) * (4 + width) if facts.ngrams is not None else 0
+        rows_of_ngrams = facts.ngrams.width * (4 + width) if facts.ngrams is not None else 0
         kept = width * (2 * hidden + 3 * facts.num_heads * facts.head_dim)
         layers = max(layers + wide, kept + max(facts.hyper.work(hidden, width), ngrams)) + rows_of_ngrams
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
@@ -384,8 +384,6 @@ class Memory:
         """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if a step needs the host."""
         if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
             return ()
-        if self.facts.reads_back:
-            return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
 
@@ -509,6 +507,8 @@ class Memory:
         captured = outputs + self._decoding(rows) + GRAPH_BYTES * len(buckets) if buckets else 0
         if buckets and facts.predictor is not None:
             captured += self._head_graphs(facts.hidden_size)
+        if buckets and facts.ngrams is not None:
+            captured += rows * facts.ngrams.width * 2
         return parallel * self._merged, decoding + (parallel + self.num_drafts) * vocab * 4, captured + sampler
 
     def _work_on_gpu(self, ctx: int) -> dict[str, int]:
@@ -524,6 +524,7 @@ class Memory:
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
         terms["activations"] += index_bytes(facts, min(self.rows, ctx), ctx)
+        terms["graphs"] += index_bytes(facts, rows, ctx) if self.graph_buckets else 0  # in the memory of the graphs
         terms["activations"] += 2 * self.expert_bytes  # one streamed expert, in stored and in kernel layout
         is_plain = self.where.gpu is not None and self.where.gpu.capability < 80
         if facts.gathers or facts.head_dim > (LARGEST_PLAIN_HEAD if is_plain else LARGEST_HEAD):

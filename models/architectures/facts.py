@@ -128,8 +128,8 @@ class ModelFacts:
         return self.layers[0].hyper
 
     @cached_property
-    def reads_back(self) -> bool:
-        """Whether a step on a GPU needs the host: to read n-gram rows, or to know which sequences are sparse."""
+    def composed(self) -> bool:
+        """Whether no kernel runs whole steps: none adds n-gram embeddings or chooses what sparse attention sees."""
         return self.ngrams is not None or any(mixer.index is not None for mixer in self.attention)
 
     @cached_property

@@ -328,6 +328,11 @@ class NGramTable:
     nbytes: int  # stored
     scale: str = ""  # stored tensor with one factor for all FP8 rows; "": none
 
+    @property
+    def width(self) -> int:
+        """Elements of a token's rows."""
+        return self.dim * len(self.sizes)
+
 
 @dataclass(frozen=True)
 class InputTable:

@@ -31,6 +31,7 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
+from localllm.kernels import token_index
 from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import one_capture
@@ -169,17 +170,20 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
 
 
 SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "ling3", "mistral", "gemma3"], [False, True])]
-SEVERAL += [("olmo-hybrid", True)]
+SEVERAL += [("olmo-hybrid", True), ("qwen4-exp", True)]
 
 
 @pytest.mark.parametrize(
     ("name", "device"),
     [("gemma3", True), ("qwen3.5", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SEVERAL)],
 )
-def test_steps_with_guesses_are_replayed(loaded: Callable[[str], Model], name: str, device: bool) -> None:
+def test_steps_with_guesses_are_replayed(
+    loaded: Callable[[str], Model], name: str, device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No step of sequences that decode is launched eagerly, and no token is another one; states go back and forth."""
     model = loaded(name)
     expected = answers(engine_of(model, device=device), requests(1))  # the host's random numbers are others
+    monkeypatch.setattr(token_index, "reads_back", lambda x: False)
     engine = engine_of(model, (1, 2, 4, 5), True, device=device, guesses=(2, 4, 8, 16, 64))
     engine.stepper.speculation = Speculation(Told(requests(1), expected), "always", goes_back=bool(model.states))
     built: list[bool] = []
@@ -284,12 +288,15 @@ def test_a_model_with_states_has_slots_for_those_before_guesses(loaded: Callable
     assert engine._pages.slots is not None and engine._pages.slots.num_pages == made.num_slots == 4 * 3 + 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "mistral", "qwen4-exp"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
+def test_graph_equals_eager_token_by_token(
+    loaded: Callable[[str], Model], name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""
     model = loaded(name)
     eager = answers(engine_of(model), requests(1))
+    monkeypatch.setattr(token_index, "reads_back", lambda x: False)
     engine = engine_of(model, (1, 2, 4), ahead)
     assert answers(engine, requests(1)) == eager
     assert engine.stats().prefix_hit_tokens == 0

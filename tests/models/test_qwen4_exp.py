@@ -23,14 +23,15 @@ from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, UnsupportedModel
 from localllm.kernels import OpFacts
+from localllm.kernels import token_index as choosing
 from localllm.kernels.cpu.build import library
 from localllm.kernels.hyper import ngram_rows
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import IndexWeights, Linear, LinearPart, Norm
+from localllm.kernels.layer_weights import AttentionWeights, IndexWeights, Linear, LinearPart, Norm
 from localllm.kernels.reference import index_scores, rms_norm, rope
 from localllm.kernels.registry import Impl, fits_always
 from localllm.kernels.table import kernel_table
-from localllm.kernels.token_index import _best, _store, token_index
+from localllm.kernels.token_index import _best, _store, sparse_attention, token_index
 from localllm.kernels.verify.trial import SegmentTrial
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import kv_bytes_per_token
@@ -285,6 +286,59 @@ def test_short_sequences_are_indexed_without_reading_a_gpu_back() -> None:
                 assert token_index(*given, view, bounds, bounds[1:]) is None
 
 
+def test_decode_steps_choose_without_reading_a_gpu_back(
+    loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as on the host: short, long and growing sequences beside each other, whatever pieces are scored."""
+    model = loaded(NAME)
+    prompts = {0: prompt(3, 1), 1: prompt(60, 2), 2: prompt(14, 3)}
+    host, device = paged(model), paged(model)
+    for driver in (host, device):
+        for sequence, ids in prompts.items():
+            driver.step({sequence: ids})
+    index = next(mixer.index for mixer in model.facts.attention)
+    assert index is not None
+    for number in range(34):
+        tokens = {sequence: [(7 * number + sequence) % 99] for sequence in prompts}
+        wanted = host.step(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(choosing, "reads_back", lambda x: False)
+            patch.setattr(choosing, "SCORE_BYTES", 1 if number % 2 else choosing.SCORE_BYTES)
+            found = device.step(tokens)
+        assert all(torch.equal(found[sequence], wanted[sequence]) for sequence in prompts), number
+    assert 3 + 1 <= index.reach < len(host.tokens[0])
+
+
+def test_decode_steps_run_where_nothing_can_be_read(loaded: Callable) -> None:
+    """Tensors without data, in the index and in what gathers for attention."""
+    with torch.device("meta"):
+        impl = Impl("linear", "", fits_always, lambda x, *_: x.new_empty(x.shape[0], 24))
+        linear = Linear((LinearPart(impl, None, None, (24, 5)),))
+        index = IndexWeights(linear, *[Norm(torch.ones(8), 1e-6)] * 2, 2, 8, ratio=4, top=11, back=torch.ones(2, 2))
+        pages = KVPages(*[torch.empty(4, 2, 16, 8)] * 2, None, None, torch.empty(4, 16, 8), torch.empty(4, 4, 8))
+        angles, slots, bounds = torch.empty(2, 2), torch.empty(2, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
+        view = angles, angles, torch.empty(2, 9, dtype=torch.int32), slots
+
+        def scores(q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+            assert keys.shape == (16, 8) and places.dtype == torch.int32
+            return torch.empty(places.shape)
+
+        chosen = token_index(rms_norm, rope, scores, torch.empty(2, 5), index, pages, view, bounds, bounds[1:])
+        assert chosen is not None and chosen.rows is None and chosen.short is None
+        assert chosen.block_table.shape == (2 * 2, 11 + 1) and chosen.lens.shape == (2 * 2,)
+
+        def attention(q: Tensor, weights: AttentionWeights, pages: KVPages, *where: Tensor) -> Tensor:
+            assert q.shape == (4, 3, 8) and weights.num_kv_heads == 1 and pages.k.shape == (4 * 2 * 4, 1, 4, 8)
+            return torch.empty(4, 3 * 8)
+
+        attended = replace(
+            next(layer.mixer for layer in loaded(NAME).layers if isinstance(layer.mixer, AttentionWeights)),
+            num_heads=6, num_kv_heads=2, head_dim=8, index=index,
+        )  # fmt: skip
+        where = pages, view[2], bounds, bounds[1:]
+        assert sparse_attention(attention, torch.empty(2, 6, 8), attended, *where, chosen).shape == (2, 48)
+
+
 @pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])
 def test_other_kv_formats_stay_close(kv: str, loaded: Callable, paged: Any) -> None:
     """Short sequences, so that rounded index keys cannot choose other blocks; a long one runs and differs little."""
@@ -341,7 +395,7 @@ def test_the_plan_knows_what_stays_in_the_file(tiny: Callable, tmp_path: Path) -
     beside = facts.ngrams.rows * facts.ngrams.dim + 3 + 2 * 4  # the table and the numbers of its hash
     assert facts.num_params == sum(tensor.numel() for tensor in tiny(NAME).tensors.values()) - beside
     on_cpu, on_gpu = (Planner(MACHINES[name]).plan(facts) for name in ("cpu", "rtx4090"))
-    assert on_cpu.fits and on_gpu.fits and on_gpu.graph_buckets == ()
+    assert on_cpu.fits and on_gpu.fits and on_gpu.graph_buckets == (1, 2, 4)
     conv = 3 * 44 * 2 * 3 + 2
     delta = 96 * 3 + 4 * 14 * 10
     assert facts.state_bytes == 4 * (2 * delta + conv)

@@ -51,7 +51,7 @@ def chosen_of(tokens: int, table: Tensor, ratio: int) -> Chosen:
     at = (table[blocks // per_page] * KV_HEADS).unsqueeze(1) + torch.arange(KV_HEADS).view(1, -1, 1)
     place = torch.where(blocks.unsqueeze(1) < 0, -1, at * per_page + (blocks % per_page).unsqueeze(1))
     return Chosen(
-        torch.arange(tokens), place.flatten(0, 1).int(), lens.repeat_interleave(KV_HEADS).int(), torch.arange(1, 2)
+        place.flatten(0, 1).int(), lens.repeat_interleave(KV_HEADS).int(), torch.arange(tokens), torch.arange(1, 2)
     )
 
 

@@ -41,6 +41,23 @@ def test_a_score_depends_on_no_other_query_and_no_other_key(device: torch.device
         torch.testing.assert_close(found, whole[row, :count], rtol=near, atol=near)
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(4, 128), (3, 20), (70, 20)])
+def test_queries_with_keys_of_their_own(heads: int, dim: int, device: torch.device) -> None:
+    """Bit for bit as in a product with the same keys in their order; places without a key have a score of 0."""
+    q, keys = made(3, 90, heads, dim, device)
+    places = torch.full((3, 70), -1, dtype=torch.int32)
+    for row, count in enumerate((70, 0, 33)):
+        places[row, :count] = torch.randperm(90)[:count]
+    places = places.to(device)
+    found = index_scores(q, keys, places)
+    torch.testing.assert_close(found, reference.index_scores(q, keys, places), rtol=1e-4, atol=1e-3)
+    near = 0.0 if device.type == "cuda" else 1e-5
+    for row, count in enumerate((70, 0, 33)):
+        alone = index_scores(q[row : row + 1], keys[places[row, :count].long()])[0] if count else found[row, :0]
+        torch.testing.assert_close(found[row, :count], alone, rtol=near, atol=near)
+        assert not found[row, count:].any()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_scores_that_are_no_numbers_are_0(device: torch.device) -> None:
     q, keys = made(2, 3, 4, 20, device)
