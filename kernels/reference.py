@@ -17,7 +17,6 @@ from .kv_codes import decode, encode, hadamard
 from .kv_pages import KVPages
 
 KEY_TILE = 128  # keys per attention tile, aligned to absolute positions; a multiple of every page size
-INDEX_TILE = 512  # block keys of one product of index scores
 QUERY_ROWS = 16  # rows of a query tile: query tokens times query heads per KV head, filled with whole tokens
 # scores held at once: 4 MiB of float32 stays in cache. Splitting longer chunks of queries does not change results
 SCORE_LIMIT = 1 << 20
@@ -450,38 +449,3 @@ def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch
     """
     rows = table.index_select(0, token_ids).to(dtype)
     return rows if scale == 1.0 else rows.mul_(scale)
-
-
-def index_scores(q: Tensor, keys: Tensor, places: Tensor | None = None) -> Tensor:
-    """score = sum over heads of relu(q · k), with 0 for NaN, which no choice could order.
-
-    Products have the shape of one query and one tile of keys, so that a score depends on neither the other queries nor
-    the number of keys; with thousands of keys the last bits of some scores differ otherwise. GPUs compute one product.
-
-    q        [num_queries, heads, dim]   f32 | bf16 | f16
-    keys     [num_keys, dim]             f32 | bf16
-    places   [num_queries, num_places]   int32: each query's own keys, -1 for none, with a score of 0; None: all keys
-    returns  [num_queries, num_keys or num_places]  float32
-    """
-    if places is not None:
-        pairs = zip(q.split(1), places, strict=True)
-        scores = torch.cat([index_scores(query, keys[own.clamp(min=0)]) for query, own in pairs])
-        return scores.masked_fill_(places < 0, 0.0)
-    q, size = q.float(), index_tile(keys)
-    scores = torch.zeros(q.shape[0], keys.shape[0], device=q.device)
-    spare = -q.shape[2] % 16  # otherwise MKL sums in another order
-    for part, tile in zip(scores.split(size, 1), keys.split(size), strict=True):
-        tile = tile.float()
-        if q.device.type == "cpu":
-            tile = functional.pad(tile, (0, spare, 0, size - tile.shape[0]))
-            products = torch.bmm(functional.pad(q, (0, spare)), tile.T.expand(q.shape[0], -1, -1))
-        else:
-            products = (q.flatten(0, 1) @ tile.T).view(*q.shape[:2], -1)
-        for product in products.relu_()[..., : part.shape[1]].unbind(1):
-            part += product
-    return scores.masked_fill_(scores.isnan(), 0.0)
-
-
-def index_tile(keys: Tensor) -> int:
-    """Keys of one product of `index_scores`."""
-    return INDEX_TILE if keys.device.type == "cpu" else max(1, keys.shape[0])

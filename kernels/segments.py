@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import recurrent, reference
+from . import recurrent, reference, sparse
 from .embedding import Embedding
 from .experts import mixture, shared, swiglu_oai
 from .hyper import hyper_in, hyper_out, ngrams, widened
@@ -63,7 +63,7 @@ from .mixers import (
     norm_rows,
     short_conv,
 )
-from .registry import OPS, RECURRENT, SEGMENTS
+from .registry import OPS, RECURRENT, SEGMENTS, SPARSE
 from .streams import joined, let_in, moments, narrowed, streams_in, streams_out
 from .token_index import Chosen, sparse_attention, token_index
 
@@ -364,7 +364,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mamba": (mamba, ("rms_norm", "causal_conv", "state_space", "silu_mul")),
-    "token_index": (token_index, ("rms_norm", "rope", "index_scores")),
+    "token_index": (token_index, ("rms_norm", "rope", *SPARSE)),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
@@ -393,6 +393,7 @@ def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[.
 
 
 # every op and segment in plain PyTorch
-REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(recurrent if op in RECURRENT else reference, op) for op in OPS}
+_MODULES = {op: module for module, ops in ((recurrent, RECURRENT), (sparse, SPARSE)) for op in ops}
+REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(_MODULES.get(op, reference), op) for op in OPS}
 for _segment in SEGMENTS:
     REFERENCES[_segment] = composed(_segment, REFERENCES)

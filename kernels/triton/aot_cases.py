@@ -33,7 +33,7 @@ from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
 from .rms_norm import rms_norm
 from .sampling import sample
-from .token_index import index_scores
+from .token_index import choose_blocks, index_scores, index_write
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 # also compiled for more shapes and with fused operations
@@ -266,9 +266,19 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     for op in (silu_mul, gelu_tanh_mul):
         for label, limit in (("rows", None), ("rows clamped", 7.0)):
             yield op.__name__, label, partial(op, _meta(dtype, 1, 2 * INTERMEDIATE), limit)
-    for label, kind in (("d128", torch.bfloat16), ("d128 wide", torch.float32)):  # Qwen3.8-Flash-Next
+    # Qwen3.8-Flash-Next
+    table, lens = _meta(torch.int32, 1, 700), _meta(torch.int32, 1)
+    for label, kind in (("d128", torch.bfloat16), ("d128 wide", torch.float32)):
         q, keys = _meta(dtype, 1, 4, 128), _meta(kind, 700, 128)
         yield "index_scores", label, partial(index_scores, q, keys)
+        yield "index_scores", f"{label} pages", partial(index_scores, q, _meta(kind, 700, 4, 128), table)
+        kept = _meta(kind, 1, 16, 128), _meta(kind, 1, 4, 128)
+        pages = _pages("bf16", 2, 16, 128)._replace(index_keys=kept[0], block_keys=kept[1])
+        angles, norm = _meta(torch.float32, 1, 32), Norm(_meta(torch.float32, 128), 1e-6)
+        where = _meta(torch.int64, 1), angles, angles, _meta(torch.float32, 2, 32)
+        yield "index_write", label, partial(index_write, _meta(dtype, 1, 640)[:, 512:], norm, pages, *where)
+    scores = _meta(torch.float32, 1, 2800)
+    yield "choose_blocks", "512 of 2800", partial(choose_blocks, scores, table, lens, 4, 512, 4, 2)
     logits = _meta(torch.float32, 1, 151_936)
     yield "sample", "", partial(sample, logits, SamplingInputs.empty(1, 1, 151_936, "meta"))
 

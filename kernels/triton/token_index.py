@@ -1,31 +1,100 @@
-"""Index scores of sparse attention: a tile of queries, all heads of each, against a tile of block keys per program.
+"""The ops of sparse attention's index, a launch each where PyTorch needs 90 in a decode step.
 
-In plain PyTorch the products of every head are written, read and summed: at 200,000 tokens with four heads 0.8 MB per
-query. Here they stay in registers. A score's additions have the same order in every batch and for any number of blocks.
+Scores: a tile of queries, all heads of each, against a tile of block keys per program. In plain PyTorch the products of
+every head are written, read and summed: at 200,000 tokens with four heads 0.8 MB per query. Here they stay in
+registers. A score's additions have the same order in every batch and for any number of blocks.
+
+The choice: a program per query. Scores are not negative, so their bits are ordered as they are; three passes count them
+by 11, 10 and 10 bits and find the least score that is chosen, and a last one writes the blocks in their order.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor, empty, float32
+from torch import Tensor, empty, float32, int32
 
-from .launch import card_of, interpreting, launch, power_of_2
+from ..kv_pages import KVPages
+from ..layer_weights import Norm
+from .heads import _partner
+from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
 
 ROWS = 16  # rows of the product, at least: queries times heads
 KEYS, SCORES = 64, 4096  # most keys of a tile; products of a tile, if it has more than 64 rows
 STEP = 128  # elements of a head at once
+CHOICE = 4096  # scores at once, with 8 warps: 16 warps, or twice as many scores, spill registers
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit
+def _block_sum(
+    keys, slots, stored, token, slot, d,
+    DIM: tl.constexpr, RATIO: tl.constexpr, KEY_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """The sum over the tokens of a block, whose last one is `token` in `slot`; earlier ones may be in the same step."""
+    total = tl.zeros([d.shape[0]], tl.float32)
+    for place in tl.static_range(RATIO):
+        back = RATIO - 1 - place
+        row = tl.maximum(token - back, 0)
+        is_new = (token >= back) & (tl.load(slots + row) == slot - back)
+        new = tl.load(keys + row * KEY_STRIDE + d, mask=d < DIM, other=0.0)
+        old = tl.load(stored + (slot - back) * DIM + d, mask=d < DIM, other=0.0)
+        total += tl.where(is_new, new.to(stored.dtype.element_ty), old).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _write_keys(
+    keys, slots, weight, cosines, sines, back, stored, blocks, eps,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The index key of a token, and that of the block that it completes."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    slot = tl.load(slots + token)
+    wait_for_previous(PDL)
+    key = tl.load(keys + token * KEY_STRIDE + d, mask=d < DIM, other=0.0)
+    tl.store(stored + slot * DIM + d, key.to(stored.dtype.element_ty), mask=d < DIM)
+    if slot % RATIO == RATIO - 1:
+        other = _partner(d, HALF, False)
+        mean = _block_sum(keys, slots, stored, token, slot, d, DIM, RATIO, KEY_STRIDE) * (1.0 / RATIO)
+        turned = _block_sum(keys, slots, stored, token, slot, other, DIM, RATIO, KEY_STRIDE) * (1.0 / RATIO)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(mean * mean, 0) * (1.0 / DIM) + eps)
+        mean *= scale * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        turned *= scale * tl.load(weight + other, mask=d < DIM, other=0.0).to(tl.float32)
+        # the angles of the block's first token
+        angle, rotates = tl.where(d < HALF, d, d - HALF), d < 2 * HALF
+        c = tl.load(cosines + token * HALF + angle, mask=rotates, other=1.0)
+        s = tl.load(sines + token * HALF + angle, mask=rotates, other=0.0)
+        c_back = tl.load(back + angle, mask=rotates, other=1.0)
+        s_back = tl.load(back + HALF + angle, mask=rotates, other=0.0)
+        cosine, sine = c * c_back + s * s_back, s * c_back - c * s_back
+        value = tl.where(rotates, mean * cosine + turned * tl.where(d < HALF, -sine, sine), mean)
+        tl.store(blocks + slot // RATIO * DIM + d, value.to(blocks.dtype.element_ty), mask=d < DIM)
+
+
+def index_write(
+    keys: Tensor, norm: Norm, pages: KVPages, slot_mapping: Tensor, cos: Tensor, sin: Tensor, back: Tensor
+) -> None:
+    """`sparse.index_write` in one launch."""
+    assert pages.index_keys is not None and pages.block_keys is not None
+    dim, ratio = keys.shape[1], pages.index_keys.shape[1] // pages.block_keys.shape[1]
+    tensors = keys, slot_mapping, norm.weight, cos.contiguous(), sin.contiguous(), back, pages.index_keys
+    sizes = {"DIM": dim, "PADDED": power_of_2(dim), "HALF": cos.shape[1], "RATIO": ratio, "KEY_STRIDE": keys.stride(0)}
+    launch(_write_keys, (keys.shape[0],), *tensors, pages.block_keys, norm.eps, num_warps=1, **sizes)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "table_stride"])
 def _score_keys(
-    q, keys, places, out, num_queries, num_keys,
+    q, keys, block_table, out, num_queries, num_keys, table_stride,
     HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PLACED: tl.constexpr, INTERPRET: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Sum over HEADS of relu(q · k) of QUERIES queries and KEYS keys; heads are padded to PADDED.
 
-    PLACED  a query has keys of its own: those at its `places`
+    PER_PAGE  keys of a page of the query's block table; 0: all queries have the same keys
     """
     row = tl.arange(0, QUERIES * PADDED)
     query = tl.program_id(1).to(tl.int64) * QUERIES + row // PADDED
@@ -33,9 +102,10 @@ def _score_keys(
     from_q = q + (query * HEADS + row % PADDED) * DIM
     key = tl.program_id(0).to(tl.int64) * KEYS + tl.arange(0, KEYS)
     seen, at = key < num_keys, key
-    if PLACED:
-        at = tl.load(places + tl.program_id(1).to(tl.int64) * num_keys + key, mask=seen, other=-1).to(tl.int64)
-        seen = at >= 0
+    if PER_PAGE > 0:
+        from_table = block_table + tl.program_id(1).to(tl.int64) * table_stride
+        page = tl.load(from_table + key // PER_PAGE, mask=seen, other=-1).to(tl.int64)
+        seen, at = page >= 0, page * PER_PAGE + key % PER_PAGE
     products = tl.zeros([QUERIES * PADDED, KEYS], tl.float32)
     for start in tl.static_range(0, DIM, STEP):
         d = start + tl.arange(0, STEP)
@@ -52,21 +122,105 @@ def _score_keys(
     tl.store(out + query[:, None] * num_keys + key[None, :], total, mask=ok)
 
 
-def index_scores(q: Tensor, keys: Tensor, places: Tensor | None = None) -> Tensor:
-    """`reference.index_scores`."""
+def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> Tensor:
+    """`sparse.index_scores`."""
     count, heads, dim = q.shape
-    num_keys = keys.shape[0] if places is None else places.shape[1]
+    per_page = 0 if block_table is None else keys.shape[1]
+    table = keys if block_table is None else block_table
+    num_keys = keys.shape[0] if block_table is None else block_table.shape[1] * per_page
     out = empty((count, num_keys), dtype=float32, device=q.device)
     padded, step = power_of_2(heads), min(max(16, power_of_2(dim)), STEP)
     queries = max(1, ROWS // padded)
-    if places is not None:  # the rows of one query are fewer than a product has
+    if per_page:  # a product has rows of one query
         padded, queries = max(ROWS, padded), 1
     tile = max(16, min(KEYS, SCORES // (queries * padded)))
     sizes = {"HEADS": heads, "PADDED": padded, "DIM": dim, "STEP": step, "QUERIES": queries, "KEYS": tile}
     grid = -(-num_keys // tile), -(-count // queries)
-    tensors = q.contiguous(), keys.contiguous(), keys if places is None else places.contiguous(), out
+    tensors = q.contiguous(), keys.contiguous(), table, out, count, num_keys, table.stride(0)
     # without bfloat16 or float16 on both sides products are plain multiplications, with more registers
     warps = 4 if q.dtype == keys.dtype and card_of(q.device).capability >= 80 else 8
-    sizes |= {"PLACED": places is not None, "INTERPRET": interpreting()}
-    launch(_score_keys, grid, *tensors, count, num_keys, num_warps=warps, **sizes)
+    launch(_score_keys, grid, *tensors, num_warps=warps, **sizes, PER_PAGE=per_page, INTERPRET=interpreting())
     return out
+
+
+@triton.jit
+def _bits(scores, block, whole):
+    """The bits of scores, which are not negative; -1 for those of no whole block."""
+    score = tl.load(scores + block, mask=block < whole, other=0.0)
+    return tl.where(block < whole, tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _next_digit(
+    scores, whole, least, missing, SHIFT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Append the WIDTH bits above SHIFT to `least`, the first bits of the score of rank `missing` among those with the
+    same first bits; its rank among those that agree in the new bits, too.
+    """
+    place = tl.arange(0, 2048)
+    counts = tl.zeros([2048], tl.int32)
+    for start in range(0, whole, TILE):
+        bits = _bits(scores, start + tl.arange(0, TILE), whole)
+        alike = (bits >= 0) & ((bits >> (SHIFT + WIDTH)) == least)
+        counts += tl.histogram(tl.where(alike, (bits >> SHIFT) & ((1 << WIDTH) - 1), 2047), 2048)
+    counts = tl.where(place == 2047, 0, counts)  # the other scores; the first digit of infinity is 2040
+    at_least = tl.cumsum(counts, 0, reverse=True)
+    digit = tl.sum((at_least >= missing).to(tl.int32), 0) - 1
+    missing -= tl.sum(tl.where(place == digit + 1, at_least, 0), 0)
+    return (least << WIDTH) | digit, missing
+
+
+@triton.jit(do_not_specialize=["num_blocks", "table_stride"])
+def _choose(
+    scores, block_table, seq_lens, chosen, lens, num_blocks, table_stride,
+    RATIO: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr, PER_PAGE: tl.constexpr, KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The blocks that one query sees, once per KV head."""
+    query = tl.program_id(0).to(tl.int64)
+    scores += query * num_blocks
+    block_table += query * table_stride
+    chosen += query * KV_HEADS * (TOP + 1)
+    length = tl.load(seq_lens + query)
+    whole, rest = length // RATIO, length % RATIO
+    least, missing = whole * 0 - 1, whole * 0  # the least score that is chosen, and how many blocks with it
+    if whole > TOP:
+        least, missing = whole * 0, whole * 0 + TOP
+        least, missing = _next_digit(scores, whole, least, missing, 20, 11, TILE)
+        least, missing = _next_digit(scores, whole, least, missing, 10, 10, TILE)
+        least, missing = _next_digit(scores, whole, least, missing, 0, 10, TILE)
+    taken, num_equal = whole * 0, whole * 0
+    for start in range(0, whole, TILE):
+        block = start + tl.arange(0, TILE)
+        bits = _bits(scores, block, whole)
+        equal = (bits == least) & (bits >= 0)
+        rank = num_equal + tl.cumsum(equal.to(tl.int32), 0)
+        take = (bits > least) | (equal & (rank <= missing))
+        place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
+        page = tl.load(block_table + block // PER_PAGE, mask=take, other=0)
+        for head in tl.static_range(KV_HEADS):
+            value = (page * KV_HEADS + head) * PER_PAGE + block % PER_PAGE
+            tl.store(chosen + head * (TOP + 1) + place, value, mask=take)
+        num_equal += tl.sum(equal.to(tl.int32), 0)
+        taken += tl.sum(take.to(tl.int32), 0)
+    place = tl.arange(0, PADDED)
+    page = tl.load(block_table + whole // PER_PAGE, mask=rest > 0, other=0)
+    for head in tl.static_range(KV_HEADS):
+        last = tl.where(rest > 0, (page * KV_HEADS + head) * PER_PAGE + whole % PER_PAGE, -1)
+        value = tl.where(place == taken, last, -1)
+        tl.store(chosen + head * (TOP + 1) + place, value, mask=(place >= taken) & (place <= TOP))
+        tl.store(lens + query * KV_HEADS + head, taken * RATIO + rest)
+
+
+def choose_blocks(
+    scores: Tensor, block_table: Tensor, seq_lens: Tensor, ratio: int, top: int, per_page: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """`sparse.choose_blocks` in one launch; keeps the scores."""
+    count, blocks = scores.shape
+    chosen = empty((count * kv_heads, top + 1), dtype=int32, device=scores.device)
+    lens = empty(count * kv_heads, dtype=int32, device=scores.device)
+    sizes: dict[str, Any] = {"RATIO": ratio, "TOP": top, "PADDED": power_of_2(top + 1)}
+    sizes |= {"PER_PAGE": per_page, "KV_HEADS": kv_heads, "TILE": CHOICE}
+    tensors = scores, block_table, seq_lens, chosen, lens, blocks, block_table.stride(0)
+    launch(_choose, (count,), *tensors, num_warps=8, **sizes)
+    return chosen, lens

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import reference
 from ..kv_codes import decode
 from ..kv_pages import KVPages
+from ..layer_weights import Norm
 from ..registry import OpFacts
 
 TOKENS = (1, 3, 17)  # rows of row-wise ops: one, a few, and a count that is neither a power of two nor a tile size
@@ -129,11 +130,12 @@ def copied(pages: KVPages) -> KVPages:
     return KVPages(*(None if part is None else part.clone() for part in pages))
 
 
-def numbers(pages: KVPages) -> tuple[Tensor, Tensor]:
-    """Dequantized keys and values, float32 [num_pages, num_kv_heads, page_size, head_dim] each."""
+def numbers(pages: KVPages) -> tuple[Tensor, ...]:
+    """Dequantized keys and values, float32 [num_pages, num_kv_heads, page_size, head_dim] each; then index keys."""
+    index = tuple(part.float() for part in (pages.index_keys, pages.block_keys) if part is not None)
     if pages.k_scales is None or pages.v_scales is None:
-        return pages.k.float(), pages.v.float()
-    return decode(pages.k, pages.k_scales), decode(pages.v, pages.v_scales)
+        return pages.k.float(), pages.v.float(), *index
+    return decode(pages.k, pages.k_scales), decode(pages.v, pages.v_scales), *index
 
 
 def _kv_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
@@ -240,12 +242,47 @@ def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
         yield name, sum(lengths), slots, starts
 
 
+def _index_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    """Tokens that begin, continue and complete blocks, of two sequences; then one token each."""
+    page = shapes.facts.page_size
+    for _, dim, ratio in _sizes("index_scores", shapes):
+        kept = [source.normal(4, count, dim) for count in (page, page // ratio)]
+        kept = [part.float() if source.device.type == "cpu" else part.bfloat16() for part in kept]
+        pages = empty_pages(shapes.facts, 1)._replace(index_keys=kept[0], block_keys=kept[1])
+        norm = Norm(source.normal(dim, dtype=torch.float32), 1e-6)
+        several = [*range(1, page - 1), *range(2 * page + ratio - 1, 3 * page)]
+        for slots in (several, [page - 1, 3 * page + 1, ratio - 1]):
+            keys = source.normal(len(slots), dim)
+            angles = source.normal(len(slots), max(1, dim // 4), dtype=torch.float32)
+            back = source.normal(2, angles.shape[1], dtype=torch.float32)
+            where = source.ints(slots, torch.int64), angles.cos(), angles.sin(), back
+            yield (f"{len(slots)} tokens of {dim}, blocks of {ratio}", (keys, norm, pages, *where))
+
+
 def _index_scores(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for heads, dim, _ in _sizes("index_scores", shapes):
+    for heads, dim, ratio in _sizes("index_scores", shapes):
         for count, num_keys in ((1, 700), (17, 65)):
             q, keys = source.normal(count, heads, dim), source.normal(num_keys, dim)
             keys = keys.float() if source.device.type == "cpu" else keys.bfloat16()
             yield (f"{count} x {num_keys}, {heads} x {dim}", (q, keys))
+        per_page = shapes.facts.page_size // ratio
+        keys = keys[: per_page * (65 // per_page)].unflatten(0, (-1, per_page))
+        table = source.ints([[2, 0, -1], [1, 2, 0]], torch.int32).clamp(max=keys.shape[0] - 1)
+        yield (f"pages of {per_page}, {heads} x {dim}", (q[:2], keys, table))
+
+
+def _choose_blocks(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    """More and fewer blocks than are chosen; some scores are equal, others 0."""
+    for *_, ratio in _sizes("index_scores", shapes):
+        per_page, kv_heads = shapes.facts.page_size // ratio, shapes.facts.num_kv_heads
+        columns = -(-9000 // per_page)
+        scores = (source.normal(5, columns * per_page, dtype=torch.float32) * 9).round().clamp_(min=0) / 8
+        scores[3] = source.normal(columns * per_page, dtype=torch.float32).abs()
+        table = source.ints([[(7 * i + 3 * row) % 9973 for i in range(columns)] for row in range(5)], torch.int32)
+        lens = source.ints([ratio * n + n % ratio for n in (700, 1, 0, 9000, 21)], torch.int32) + ratio // 2
+        lens = lens.clamp(max=9000 * ratio)
+        for top in (20, 512):
+            yield (f"{top} blocks of {ratio} tokens", (scores, table, lens, ratio, top, per_page, kv_heads))
 
 
 def _causal_conv(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
@@ -291,7 +328,9 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "gelu_tanh_mul": _gated,
     "kv_write": _kv_write,
     "paged_attention": _paged_attention,
+    "index_write": _index_write,
     "index_scores": _index_scores,
+    "choose_blocks": _choose_blocks,
     "causal_conv": _causal_conv,
     "delta_rule": _delta_rule,
     "state_space": _state_space,

@@ -201,10 +201,13 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     def differs(arguments: tuple[Any, ...]) -> str:
         with torch.inference_mode():
             kept = RECURRENT.get(op)
-            ours, theirs = ([_own(part, at == kept) for at, part in enumerate(arguments)] for _ in range(2))
+            modified = 0 if op == "choose_blocks" else kept
+            ours, theirs = ([_own(part, at == modified) for at, part in enumerate(arguments)] for _ in range(2))
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
                 return compare_all(numbers(ours[2]), numbers(theirs[2]), tolerance)
+            if isinstance(found, tuple):  # a choice is right or wrong
+                return compare_all(found, wanted, 0.0)
             if kept is None:
                 return compare(found, wanted, tolerance)
             return compare_all((found, ours[kept]), (wanted, theirs[kept]), tolerance)

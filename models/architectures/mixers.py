@@ -56,8 +56,8 @@ class TokenIndex:
 
     @property
     def launches(self) -> int:
-        """Kernel launches per token of a long sequence: keys of tokens and blocks, queries, scores, the choice."""
-        return 65
+        """Kernel launches per token with Triton: product, keys, norm, rotation, scores, the choice, row starts."""
+        return 7
 
     def work(self, rows: int, ctx: int, kv_heads: int) -> int:
         """Bytes held while the last `rows` of `ctx` tokens choose blocks, besides their scores: the keys of all blocks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, Weight, choose, reference, sampling, table
-from localllm.kernels.registry import OPS, RECURRENT, fits_always
+from localllm.kernels.registry import OPS, RECURRENT, SPARSE, fits_always
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.cases import ModelShapes, op_cases
 from localllm.kernels.verify.records import Records, capability_of
@@ -109,7 +109,7 @@ def test_a_wrong_op_is_caught_and_named(
     assert words in failure.reason
     assert str(failure).startswith(f"{op}:planted failed its self-test (")
     assert all(
-        impl != "torch" for name, impl in taken.items() if name in OPS and name not in (*RECURRENT, "index_scores")
+        impl != "torch" for name, impl in taken.items() if name in OPS and name not in (*RECURRENT, *SPARSE)
     )  # what is right stays
 
 

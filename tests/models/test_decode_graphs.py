@@ -31,7 +31,7 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
-from localllm.kernels import token_index
+from localllm.kernels import sparse
 from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import one_capture
@@ -183,7 +183,7 @@ def test_steps_with_guesses_are_replayed(
     """No step of sequences that decode is launched eagerly, and no token is another one; states go back and forth."""
     model = loaded(name)
     expected = answers(engine_of(model, device=device), requests(1))  # the host's random numbers are others
-    monkeypatch.setattr(token_index, "reads_back", lambda x: False)
+    monkeypatch.setattr(sparse, "reads_back", lambda x: False)
     engine = engine_of(model, (1, 2, 4, 5), True, device=device, guesses=(2, 4, 8, 16, 64))
     engine.stepper.speculation = Speculation(Told(requests(1), expected), "always", goes_back=bool(model.states))
     built: list[bool] = []
@@ -296,7 +296,7 @@ def test_graph_equals_eager_token_by_token(
     """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""
     model = loaded(name)
     eager = answers(engine_of(model), requests(1))
-    monkeypatch.setattr(token_index, "reads_back", lambda x: False)
+    monkeypatch.setattr(sparse, "reads_back", lambda x: False)
     engine = engine_of(model, (1, 2, 4), ahead)
     assert answers(engine, requests(1)) == eager
     assert engine.stats().prefix_hit_tokens == 0

@@ -22,16 +22,17 @@ from localllm.cli.commands.show import _size
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, UnsupportedModel
-from localllm.kernels import OpFacts
+from localllm.kernels import OpFacts, sparse
 from localllm.kernels import token_index as choosing
 from localllm.kernels.cpu.build import library
 from localllm.kernels.hyper import ngram_rows
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, IndexWeights, Linear, LinearPart, Norm
-from localllm.kernels.reference import index_scores, rms_norm, rope
+from localllm.kernels.reference import rms_norm, rope
 from localllm.kernels.registry import Impl, fits_always
+from localllm.kernels.sparse import choose_blocks, index_scores, index_write
 from localllm.kernels.table import kernel_table
-from localllm.kernels.token_index import _best, _store, sparse_attention, token_index
+from localllm.kernels.token_index import sparse_attention, token_index
 from localllm.kernels.verify.trial import SegmentTrial
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import kv_bytes_per_token
@@ -218,11 +219,17 @@ def test_n_grams_end_where_a_text_ends() -> None:
         assert last.tolist() == [[0, 0], [9, 2], [0, 0]]
 
 
+def best(scores: Tensor, positions: Tensor, index: IndexWeights) -> tuple[Tensor, Tensor]:
+    """What queries see, with one block per page and one KV head."""
+    table = torch.arange(scores.shape[1] + 1).int().expand(len(positions), -1)
+    return choose_blocks(scores, table, positions.int() + 1, index.ratio, index.top, 1, 1)
+
+
 def test_of_equal_scores_the_first_blocks_are_seen() -> None:
     index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
     keys = torch.tensor([[0.0, 0], [0, 0], [1, 0], [0, 0], [2, 0], [0, 0]])
     q = torch.tensor([[[1.0, 0]], [[1.0, 0]], [[-1.0, 0]], [[1.0, 0]]])
-    chosen, tokens = _best(index_scores(q, keys), torch.tensor([23, 25, 25, 9]), index)
+    chosen, tokens = best(index_scores(q, keys), torch.tensor([23, 25, 25, 9]), index)
     assert chosen.tolist() == [[0, 2, 4, -1], [0, 2, 4, 6], [0, 1, 2, 6], [0, 1, 2, -1]]
     assert tokens.tolist() == [12, 14, 14, 10]
 
@@ -235,10 +242,10 @@ def test_what_a_query_sees_depends_on_no_other_query_and_no_later_block() -> Non
     keys = torch.cat([keys, torch.nextafter(keys, torch.randn(700, 128, generator=generator))])
     q = torch.randn(300, 4, 128, generator=generator)
     positions = torch.arange(4 * 1400 - 300, 4 * 1400)
-    whole, _ = _best(index_scores(q, keys), positions, index)
+    whole, _ = best(index_scores(q, keys), positions, index)
     for row in range(0, 300, 7):
         blocks = (int(positions[row]) + 1) // 4
-        alone, _ = _best(index_scores(q[row : row + 1], keys[:blocks]), positions[row : row + 1], index)
+        alone, _ = best(index_scores(q[row : row + 1], keys[:blocks]), positions[row : row + 1], index)
         assert torch.equal(alone[0], whole[row])
 
 
@@ -247,12 +254,12 @@ def test_scores_that_are_no_numbers_choose_blocks_that_exist() -> None:
     index = IndexWeights(Linear(()), *[Norm(torch.ones(2), 0.0)] * 2, 1, 2, ratio=4, top=3, back=torch.zeros(2, 1))
     keys = torch.tensor([[0.0, 0], [float("nan"), 0], [1, 0], [float("inf"), 0], [2, 0], [0, 0]])
     scores = index_scores(torch.tensor([[[1.0, 0]], [[float("nan"), 0]]]), keys)
-    chosen, tokens = _best(scores, torch.tensor([23, 23]), index)
+    chosen, tokens = best(scores, torch.tensor([23, 23]), index)
     assert chosen.tolist() == [[2, 3, 4, -1], [0, 1, 2, -1]]
     assert tokens.tolist() == [12, 12]
 
 
-def test_block_keys_are_stored_without_reading_a_gpu_back() -> None:
+def test_block_keys_are_stored_without_reading_a_gpu_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit as on the host, in steps that begin and end inside of blocks of two sequences; other blocks stay."""
     index = IndexWeights(Linear(()), *[Norm(torch.ones(8), 1e-6)] * 2, 1, 8, ratio=4, top=3, back=torch.randn(2, 2))
     empty, draw = torch.zeros(1), torch.Generator().manual_seed(1)
@@ -262,7 +269,8 @@ def test_block_keys_are_stored_without_reading_a_gpu_back() -> None:
     for step in steps:
         keys, cos, sin = (torch.randn(len(step), size, generator=draw) for size in (8, 2, 2))
         for pages, on_host in ((found, False), (wanted, True)):
-            _store(rms_norm, rope, keys, index, pages, cos, sin, torch.tensor(step), on_host)
+            monkeypatch.setattr(sparse, "reads_back", lambda x, on_host=on_host: on_host)
+            index_write(keys, index.k_norm, pages, torch.tensor(step), cos, sin, index.back)
     for ours, theirs in zip(found[4:], wanted[4:], strict=True):
         assert ours is not None and theirs is not None
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -279,7 +287,7 @@ def test_short_sequences_are_indexed_without_reading_a_gpu_back() -> None:
         index = IndexWeights(linear, *[Norm(torch.ones(8), 1e-6)] * 2, 2, 8, ratio=4, top=11, back=torch.ones(2, 2))
         pages = KVPages(*[torch.empty(4, 1, 16, 8)] * 2, None, None, torch.empty(4, 16, 8), torch.empty(4, 4, 8))
         angles, slots, bounds = torch.empty(6, 2), torch.empty(6, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
-        given = rms_norm, rope, index_scores, torch.empty(6, 5), index, pages
+        given = rms_norm, rope, index_write, index_scores, choose_blocks, torch.empty(6, 5), index, pages
         for columns in (2, 3):
             view = angles, angles, torch.empty(2, columns, dtype=torch.int32), slots
             with pytest.raises(NotImplementedError) if columns == 3 else nullcontext():
@@ -302,7 +310,7 @@ def test_decode_steps_choose_without_reading_a_gpu_back(
         tokens = {sequence: [(7 * number + sequence) % 99] for sequence in prompts}
         wanted = host.step(tokens)
         with monkeypatch.context() as patch:
-            patch.setattr(choosing, "reads_back", lambda x: False)
+            patch.setattr(sparse, "reads_back", lambda x: False)
             patch.setattr(choosing, "SCORE_BYTES", 1 if number % 2 else choosing.SCORE_BYTES)
             found = device.step(tokens)
         assert all(torch.equal(found[sequence], wanted[sequence]) for sequence in prompts), number
@@ -319,11 +327,12 @@ def test_decode_steps_run_where_nothing_can_be_read(loaded: Callable) -> None:
         angles, slots, bounds = torch.empty(2, 2), torch.empty(2, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
         view = angles, angles, torch.empty(2, 9, dtype=torch.int32), slots
 
-        def scores(q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-            assert keys.shape == (16, 8) and places.dtype == torch.int32
-            return torch.empty(places.shape)
+        def scores(q: Tensor, keys: Tensor, table: Tensor) -> Tensor:
+            assert keys.shape == (4, 4, 8) and table.shape == (2, 9)
+            return torch.empty(2, 36)
 
-        chosen = token_index(rms_norm, rope, scores, torch.empty(2, 5), index, pages, view, bounds, bounds[1:])
+        ops = rms_norm, rope, index_write, scores, choose_blocks
+        chosen = token_index(*ops, torch.empty(2, 5), index, pages, view, bounds, bounds[1:])
         assert chosen is not None and chosen.rows is None and chosen.short is None
         assert chosen.block_table.shape == (2 * 2, 11 + 1) and chosen.lens.shape == (2 * 2,)
 
