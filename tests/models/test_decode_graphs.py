@@ -422,7 +422,7 @@ def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Cal
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3", "qwen4-exp"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["rows by themselves", "fastest"])
 def test_captured_graph_equals_eager_on_the_card(
     name: str, deterministic: bool, tiny: Callable[[str], Any], tmp_path: Path
