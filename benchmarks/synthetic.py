@@ -67,6 +67,8 @@ REAL = {
     "qwen3.8-flash-next": Shape(
         2560, 640, 8, 24, 2, 256, "qwen4exp", False, 32_768, 512, 10, 640, 4, value_heads=48, streams=4
     ),
+    # half of its layers
+    "north-mini-30b-a3b": Shape(2048, 3072, 25, 32, 4, 128, "cohere2moe", True, 32_768, 128, 8, 768),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
@@ -133,6 +135,12 @@ class _Writer:
             w.add_expert_feed_forward_length(s.expert_inner)
         if s.arch == "gpt-oss":
             w.add_sliding_window(128)
+        if s.arch == "cohere2moe":
+            w.add_sliding_window(4096)
+            w.add_sliding_window_pattern(4)
+            w.add_leading_dense_block_count(1)
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            w.add_logit_scale(1.0)
         if s.latent:
             self.latent_sizes()
         elif s.full_every:
@@ -236,9 +244,9 @@ class _Writer:
         else:
             self.attention(base, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
-        if not s.streams:
+        if not s.streams and s.arch != "cohere2moe":
             self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
-        if s.experts and not (s.latent and layer == 0):
+        if s.experts and not (layer == 0 and (s.latent or s.arch == "cohere2moe")):
             of_down = self.better if more and self.of_experts == self.usual else self.of_experts
             self.experts(base, "Q5_1" if s.expert_inner % 256 else of_down)
         else:
@@ -261,7 +269,7 @@ class _Writer:
             for name, count in (rows | {"output": s.hidden}).items():
                 self.vector(f"{base}.attn_{name}.bias", count)
             self.vector(f"{base}.attn_sinks.weight", s.heads)
-        elif s.arch != "llama":
+        elif s.arch not in ("llama", "cohere2moe"):
             self.norm(f"{base}.attn_q_norm", s.head_dim)
             self.norm(f"{base}.attn_k_norm", s.head_dim)
 

@@ -394,7 +394,7 @@ FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
         *("scale", "window", "chunked", "softcap", "interleaved", "sinks", "late_norms"),
-        *("gate", "head_gates", "softplus_gate"),
+        *("gate", "head_gates", "softplus_gate", "parallel"),
     )
 )
 FUSED_LATENT = frozenset(
@@ -431,14 +431,14 @@ FUSED_STREAMS = frozenset(("count", "norm", "down", "up", "rank", "final"))
 FUSED_HYPER = frozenset(("hyper", "ngrams", "index"))
 
 
-def has_only(weights: Any, known: frozenset[str]) -> bool:
+def has_only(weights: Any, known: frozenset[str], layer_norm: str = "") -> bool:
     """Whether every field outside `known` has its default, so that a fused kernel declines features it lacks.
 
-    LayerNorms always count as unsupported.
+    layer_norm   the norm that may be a LayerNorm
     """
     for field in fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, Norm) and value.bias is not None:
+        if isinstance(value, Norm) and value.bias is not None and field.name != layer_norm:
             return False
         if field.name not in known and value != field.default:
             return False

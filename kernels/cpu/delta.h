@@ -158,7 +158,7 @@ static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kep
         if (!failed && l->a_up.parts) failed = up_from(&l->a_up, rates, l->rates.n, job.m, gated, alphas);
         if (!failed) pool_run(delta_key_heads, &job, sequences->num_seqs * l->k_heads);
         hint_next(next, job.m);
-        const ll_norm none = {NULL, 0.0};
+        const ll_norm none = {0};
         if (!failed) failed = linear_onto(&l->out, &none, (int)l->alone, gated, job.m, x, normed);
         adapters_from = 0;
         if (failed) return -1;

@@ -73,7 +73,7 @@ class CSource(ctypes.Structure):
 class CNorm(ctypes.Structure):
     """`ll_norm`."""
 
-    _fields_ = [("weight", c_void_p), ("eps", c_double)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_double)]
 
 
 class CLinear(ctypes.Structure):
@@ -108,7 +108,7 @@ class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms alone"),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms alone parallel"),
         *_each(CNorm, "norm q_norm k_norm post_norm"),
         *_each(CLinear, "qkv out"),
     ]

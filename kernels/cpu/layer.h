@@ -9,6 +9,7 @@
 
 typedef struct {
     const float *weight; /* NULL: no norm */
+    const float *bias;   /* NULL: RMSNorm, else LayerNorm; only for the norm of a layer's input */
     double eps;
 } ll_norm;
 
@@ -19,7 +20,8 @@ static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t di
         memcpy(y, x, (size_t)(m * dim) * 4);
         return;
     }
-    row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps};
+    row_job job = {.x = x, .weight = norm->weight, .bias = norm->bias, .y = y, .inner = 1, .dim = dim, .stride = dim,
+                   .eps = (float)norm->eps};
     run_rows(norm_rows, &job, m);
 }
 

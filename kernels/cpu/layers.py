@@ -86,6 +86,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         softplus=w.softplus_gate,
         late_norms=w.late_norms,
         alone=w.hyper is not None,
+        parallel=w.parallel,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         k_norm=_norm(w.k_norm, kept),
@@ -200,7 +201,7 @@ def mlp_layer(w: MlpWeights) -> Layer | None:
     """`ll_mlp_layer`."""
     kept: list[Any] = []
     gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP)
+    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP, "norm")
     if gate_up is None or down is None or w.norm is None or not known:
         return None
     struct = CMlpLayer(
@@ -274,7 +275,7 @@ def head_layer(w: HeadWeights) -> Layer | None:
     """`ll_head_layer`."""
     kept: list[Any] = []
     linear = _linear(w.linear, kept)
-    if linear is None or w.norm is None or not has_only(w, FUSED_HEAD):
+    if linear is None or w.norm is None or not has_only(w, FUSED_HEAD, "norm"):
         return None
     hidden = w.norm.weight.shape[0]
     return Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
@@ -282,15 +283,15 @@ def head_layer(w: HeadWeights) -> Layer | None:
 
 def _known(weights: AttentionWeights | DeltaWeights | ExpertsWeights, fused: frozenset[str]) -> bool:
     """Whether C supports these weights: with an input norm, or with hyper-connections, which have none."""
-    return has_only(weights, fused | FUSED_HYPER) and (weights.norm is None) == (weights.hyper is not None)
+    layer_norm = "" if isinstance(weights, DeltaWeights) else "norm"
+    return has_only(weights, fused | FUSED_HYPER, layer_norm) and (weights.norm is None) == (weights.hyper is not None)
 
 
 def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
     if norm is None:
         return CNorm()
-    weight = norm.weight.float().contiguous()
-    kept.append(weight)
-    return CNorm(weight.data_ptr(), norm.eps)
+    bias = None if norm.bias is None else _vector(norm.bias, kept)
+    return CNorm(_vector(norm.weight, kept), bias, norm.eps)
 
 
 def _vector(vector: Tensor, kept: list[Any]) -> int:

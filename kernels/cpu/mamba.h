@@ -181,7 +181,7 @@ static int mamba_locked(const ll_mamba_layer *l, const ll_state_slots *kept, con
                         int64_t tokens, float *x)
 {
     state_segment job = {.conv = &l->conv, .mamba = l, .kept = kept, .sequences = sequences};
-    const ll_norm none = {NULL, 0.0};
+    const ll_norm none = {0};
     return states_locked(&job, &l->norm, &none, &l->inputs, &l->out, next, tokens, l->hidden, x);
 }
 

@@ -29,6 +29,30 @@ static void norm_row(const float *x, const float *weight, float eps, int64_t dim
     for (; i < dim; i++) y[i] = x[i] * scale * weight[i];
 }
 
+/* y[i] = (x[i] - mean(x)) / sqrt(var(x) + eps) * weight[i] + bias[i] */
+static void layer_norm_row(const float *x, const float *weight, const float *bias, float eps, int64_t dim, float *y)
+{
+    vf sums[2] = {vf_set1(0.0f), vf_set1(0.0f)};
+    float tail = 0.0f;
+    int64_t i = 0;
+    for (; i + 2 * VW <= dim; i += 2 * VW)
+        for (int c = 0; c < 2; c++) sums[c] = sums[c] + vf_load(x + i + c * VW);
+    for (; i < dim; i++) tail += x[i];
+    const float mean = (vf_sum(sums[0] + sums[1]) + tail) / (float)dim;
+    sums[0] = sums[1] = vf_set1(0.0f);
+    tail = 0.0f;
+    for (i = 0; i + 2 * VW <= dim; i += 2 * VW)
+        for (int c = 0; c < 2; c++) {
+            const vf a = vf_load(x + i + c * VW) - vf_set1(mean);
+            sums[c] = vf_fma(a, a, sums[c]);
+        }
+    for (; i < dim; i++) tail += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / sqrtf((vf_sum(sums[0] + sums[1]) + tail) / (float)dim + eps);
+    for (i = 0; i + VW <= dim; i += VW)
+        vf_store(y + i, vf_fma((vf_load(x + i) - vf_set1(mean)) * vf_set1(scale), vf_load(weight + i), vf_load(bias + i)));
+    for (; i < dim; i++) y[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+}
+
 /* y = act(gate) * up; gate_up: dim gates, then dim ups; limit 0: none */
 static void activate_row(const float *gate_up, int64_t dim, int act, float limit, float *y)
 {
@@ -76,7 +100,7 @@ typedef struct {
 } kv_target;
 
 typedef struct {
-    const float *x, *weight, *cos, *sin;
+    const float *x, *weight, *bias, *cos, *sin; /* bias: of a LayerNorm; NULL: RMSNorm */
     float *y;
     int64_t inner, dim, stride, half; /* rows [outer][inner][dim], `stride` floats between outer ones */
     float eps, limit;
@@ -87,8 +111,11 @@ static void norm_rows(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const row_job *j = arg;
-    for (int64_t i = begin; i < end; i++)
-        norm_row(j->x + i / j->inner * j->stride + i % j->inner * j->dim, j->weight, j->eps, j->dim, j->y + i * j->dim);
+    for (int64_t i = begin; i < end; i++) {
+        const float *x = j->x + i / j->inner * j->stride + i % j->inner * j->dim;
+        if (j->bias) layer_norm_row(x, j->weight, j->bias, j->eps, j->dim, j->y + i * j->dim);
+        else norm_row(x, j->weight, j->eps, j->dim, j->y + i * j->dim);
+    }
 }
 
 static void activate_rows(void *arg, int64_t begin, int64_t end, int thread)

@@ -18,6 +18,7 @@ typedef struct {
     int64_t softplus;   /* softplus(gate) multiplies the output, not sigmoid(gate) */
     int64_t late_norms; /* norms of queries and keys after RoPE */
     int64_t alone;      /* the output replaces x */
+    int64_t parallel;   /* the feed-forward layer has the same input: it runs before the output is added */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -245,8 +246,14 @@ static int states_mixer(const ll_decoder_layer *d, const ll_pass *p, const ll_li
     return mamba_locked(d->mamba, &d->kept, &p->sequences, next, p->num_tokens, x);
 }
 
-/* Runs a layer's mixer; x keeps all rows, or only the requested ones if `picks`. */
-static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, float *q, float *attended, int32_t *cu_rows, float *x)
+static int ffn_locked(const ll_decoder_layer *d, const ll_linear_op *next, int64_t rows, float *x)
+{
+    return d->experts ? experts_locked(d->experts, next, rows, x) : mlp_locked(d->mlp, next, rows, x);
+}
+
+/* Runs a layer's mixer, and a parallel feed-forward layer; x keeps all rows, or only the requested ones if `picks`. */
+static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, const ll_linear_op *after, float *q, float *attended,
+                        int32_t *cu_rows, float *x)
 {
     const ll_linear_op *next = d->experts ? &d->experts->router : &d->mlp->gate_up;
     const int64_t rows = picks ? p->num_rows : p->num_tokens;
@@ -260,12 +267,17 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
                                     p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, l->gated ? 1 + !!l->softplus : 0};
-    hint_next(&l->out, rows);
+    hint_next(l->parallel ? next : &l->out, rows);
     if (attn_in_locked(l, x, &step, q)) return -1;
     if (!rows) return 0;
     if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + !!l->gated), l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;
-    hint_next(next, rows);
+    if (l->parallel) {
+        if (ffn_locked(d, &l->out, rows, x)) return -1;
+        hint_next(after, rows);
+    } else {
+        hint_next(next, rows);
+    }
     return attn_out_locked(l, attended, rows, x);
 }
 
@@ -277,9 +289,9 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_las
 {
     const int picks = is_last && p->rows;
     const int64_t rows = picks ? p->num_rows : p->num_tokens;
-    if (mixer_locked(d, p, picks, q, attended, cu_rows, x)) return -1;
-    if (!rows) return 0;
-    return d->experts ? experts_locked(d->experts, next, rows, x) : mlp_locked(d->mlp, next, rows, x);
+    if (mixer_locked(d, p, picks, next, q, attended, cu_rows, x)) return -1;
+    if (!rows || (d->attention && d->attention->parallel)) return 0;
+    return ffn_locked(d, next, rows, x);
 }
 
 static int embed_locked(const ll_pass *p, float *x)

@@ -111,7 +111,7 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """`mixers.attention`: [num_tokens, num_heads * head_dim]."""
-    known = has_only(weights, FUSED_ATTENTION | FUSED_HYPER)
+    known = has_only(weights, FUSED_ATTENTION | FUSED_HYPER, "norm")
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))

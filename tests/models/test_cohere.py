@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 from localllm.errors import UnsupportedModel
 from localllm.kernels.cpu import segments as cpu
+from localllm.kernels.cpu.build import library
+from localllm.kernels.layer_weights import Norm
+from localllm.kernels.segments import REFERENCES
 from localllm.models.architectures import open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
@@ -23,13 +27,39 @@ def test_layers_that_see_all_turn_nothing(loaded: Callable) -> None:
     assert all(layer.mixer.rope.interleaved for layer in model.facts.layers)
 
 
-def test_no_fused_kernel_takes_its_layers(loaded: Callable) -> None:
-    model, x = loaded("cohere2"), torch.ones(1, 40)
-    pages = KVCache(model.groups, [2, 2]).layers
-    assert cpu._decoder_plan(model._calls, pages) is None
-    assert cpu.decoder(lambda *_: "", x, model._calls, pages, (), None, None) == ""
-    assert cpu.mlp(lambda *_: "", x, model.layers[0].ffn) == ""
-    assert cpu.head(lambda *_: "", x, model.head) == ""
+@pytest.mark.skipif(bool(library().reason), reason="no C compiler")
+@pytest.mark.parametrize("name", ["cohere2", "cohere2-moe", "cohere2-moe-shared"])
+def test_one_call_runs_all_layers_as_their_parts_do(
+    name: str, loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both halves of a layer read the same input, also where only some of the last layer's rows are wanted."""
+    model, prompts = loaded(name), {0: list(range(30)), 1: [7, 3, 9]}
+    assert cpu._decoder_plan(model._calls, KVCache(model.groups, [2] * len(model.groups)).layers) is not None
+
+    def hidden(driver: Any) -> list[torch.Tensor]:
+        found = []
+        for tokens in (prompts, {0: [5], 1: [6]}):
+            batch = driver.batch(tokens)
+            ends = batch.cu_query_lens[1:].long() - 1
+            with torch.inference_mode():
+                found.append(model.forward(replace(batch, logits_indices=ends), driver.cache))
+        return found
+
+    ours = hidden(paged(model))
+    monkeypatch.setattr(model, "table", replace(model.table, decoder=REFERENCES["decoder"]))
+    for found, wanted in zip(ours, hidden(paged(model)), strict=True):
+        assert found.shape == wanted.shape == (2, 40)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(bool(library().reason), reason="no C compiler")
+def test_layer_norms_in_c(loaded: Callable) -> None:
+    """With a bias, and a mean that must not cost the digits of the deviations from it."""
+    head = loaded("cohere2").head
+    head = replace(head, norm=Norm(torch.randn(40), 1e-5, torch.randn(40)))
+    for x in (torch.randn(5, 40), torch.randn(1, 40) + 100):
+        found = cpu.head(lambda *_: pytest.fail("composed"), x, head)
+        torch.testing.assert_close(found, REFERENCES["head"](x, head), rtol=1e-4, atol=1e-4)
 
 
 def test_the_text_part_of_a_wrapper_runs(tiny: Callable, paged: Any, tmp_path: Path) -> None:

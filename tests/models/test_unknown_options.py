@@ -69,20 +69,23 @@ def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loade
     assert cpu.mlp_layer(replace(layer.ffn, sum_norm=layer.ffn.norm)) is None
 
 
-@pytest.mark.parametrize("changed", [{"parallel": True}, "norm"], ids=["parallel", "LayerNorm"])
-def test_layers_side_by_side_and_layer_norms_reach_no_fused_kernel(changed: Any, loaded: Callable) -> None:
+@pytest.mark.parametrize("place", ["norm", "post_norm"])
+def test_layer_norms_reach_only_kernels_that_have_them(place: str, loaded: Callable) -> None:
+    """C takes one as the norm of a layer's input, Triton nowhere."""
     model, x = loaded("llama"), torch.ones(1, 42)
     layer, head, ffn = model.layers[0], model.head, model.layers[0].ffn
-    if changed == "norm":
-        changed = {"norm": replace(layer.mixer.norm, bias=torch.zeros(42))}
-        ffn, head = replace(ffn, **changed), replace(head, **changed)
-        for back_end in (cpu, triton):
-            assert back_end.mlp(lambda *_: "", x, ffn) == "" and back_end.head(lambda *_: "", x, head) == ""
-        assert cpu.mlp_layer(ffn) is None and cpu.head_layer(head) is None
-    mixer = replace(layer.mixer, **changed)
-    for back_end in (cpu, triton):
-        assert back_end.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
-        assert back_end.attn_out(lambda *_: "", x, x, mixer) == ""
-    assert cpu.attention_layer(mixer) is None
+    changed = {place: replace(layer.mixer.norm, bias=torch.zeros(42))}
+    ffn, mixer = replace(ffn, **changed), replace(layer.mixer, **changed)
+    assert triton.mlp(lambda *_: "", x, ffn) == ""
+    assert triton.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
+    assert triton.attn_out(lambda *_: "", x, x, mixer) == ""
+    if place == "norm":
+        head = replace(head, **changed)
+        assert triton.head(lambda *_: "", x, head) == ""
+        made = cpu.attention_layer(mixer), cpu.mlp_layer(ffn), cpu.head_layer(head)
+        assert all(one is not None and one.struct.norm.bias for one in made)
+        return
+    assert cpu.mlp_layer(ffn) is None and cpu.attention_layer(mixer) is None
+    assert cpu.mlp(lambda *_: "", x, ffn) == "" and cpu.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
     calls, pages = ((mixer, layer.ffn, 0),), KVCache(model.groups, [2]).layers[:1]
     assert cpu.decoder(lambda *_: "", x, calls, pages, (), None, None) == ""
