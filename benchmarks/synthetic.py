@@ -67,7 +67,7 @@ REAL = {
     "qwen3.8-flash-next": Shape(
         2560, 640, 8, 24, 2, 256, "qwen4exp", False, 32_768, 512, 10, 640, 4, value_heads=48, streams=4
     ),
-    # half of its layers
+    # 25 of its 49 layers
     "north-mini-30b-a3b": Shape(2048, 3072, 25, 32, 4, 128, "cohere2moe", True, 32_768, 128, 8, 768),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
