@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
@@ -250,8 +250,12 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 def count_linear_params(facts: ModelFacts) -> int:
     """Elements of all layers' linear modules."""
-    hidden = facts.hidden_size
-    return sum(times * n * k for layer, times in facts.kinds for n, k in linear_shapes(layer, hidden).values())
+    return sum(times * _linear_params(layer, facts.hidden_size) for layer, times in facts.kinds)
+
+
+@lru_cache(maxsize=1024)  # a list of models is planned a thousand times, and a layer may have a thousand modules
+def _linear_params(layer: LayerFacts, hidden: int) -> int:
+    return sum(n * k for n, k in linear_shapes(layer, hidden).values())
 
 
 def idle_experts(facts: ModelFacts) -> dict[str, int]:
