@@ -41,17 +41,25 @@ def test_a_fault_that_cannot_be_is_refused(given: str, monkeypatch: pytest.Monke
         testing.step_fault()
 
 
-def test_a_violated_invariant_ends_the_process(tiny_path: Path) -> None:
-    """With exit 3, also under `python -O`, which knows no assert."""
-    program = (
-        "import sys; from localllm import LLM; from localllm.engine import invariant\n"
-        "llm = LLM(sys.argv[1], ctx=256, debug_invariants=True); llm.generate([1, 2, 3])\n"
-        "invariant.exit_on_violation()\n"
-        "llm.engine.scheduler.pages.pools[0].refs[-1] += 1\n"  # a page that no sequence will take and so mend
-        "llm.generate([4, 5, 6]); print('still here')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", program, str(tiny_path)], capture_output=True, text=True, timeout=120
-    )
+ENGINE = """\
+import sys; from localllm import LLM; from localllm.engine import invariant
+llm = LLM(sys.argv[1], ctx=256, debug_invariants=True); llm.generate([1, 2, 3])
+invariant.exit_on_violation()
+llm.engine.scheduler.pages.pools[0].refs[-1] += 1  # a page that no sequence will take and so mend
+llm.generate([4, 5, 6]); print('still here')
+"""
+POOL = """\
+from localllm.engine import invariant; from localllm.engine.page_pool import PagePool
+assert False, 'not optimized'
+pool = PagePool(3); pool.check_integrity({}); invariant.exit_on_violation()
+pool.refs[1] += 1; pool.check_integrity({}); print('still here')
+"""
+
+
+@pytest.mark.parametrize(("options", "program"), [((), ENGINE), (("-O",), POOL)], ids=["engine", "without asserts"])
+def test_a_violated_invariant_ends_the_process(options: tuple[str, ...], program: str, tiny_path: Path) -> None:
+    """With exit 3, also under `python -O`, which would compile all of torch again."""
+    command = [sys.executable, *options, "-c", program, str(tiny_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
     assert "invariant violated: " in done.stderr and "still here" not in done.stdout
