@@ -12,7 +12,7 @@ from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.conversation import clipboard, commands
-from localllm.conversation.attachments import fit, mentioned, refuse_pictures
+from localllm.conversation.attachments import fit, mentioned, missing, refuse_pictures
 from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF, SLASHES, Typed, understand
@@ -90,6 +90,8 @@ class Lines:
                 elif typed.text.strip():
                     files = (*self._session.files, *mentioned(typed.text))
                     refuse_pictures(files, self._session.backend.facts())
+                    if notice := missing(typed.text):
+                        self._env.console.warn(notice)
                     self._session.files.clear()
                     self._turn(self._talk.ask(typed.text, files))
             except BackendError:

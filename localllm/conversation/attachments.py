@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import os
 import shlex
 import urllib.parse
@@ -42,8 +43,21 @@ def read_documents(typed: str) -> list[Document]:
 
 def mentioned(text: str) -> list[Document]:
     """Read what `@path` in a message names. Raises ConfigError for a path that exists but cannot be attached."""
-    words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@")]
-    return [read_document(word) for word in dict.fromkeys(words) if word and _is_there(word)]
+    return [read_document(word) for word in _words(text) if _is_there(word)]
+
+
+def missing(text: str) -> str:
+    """A notice about what `@path` in a message seems to name, by its ending, and that is not there; "" for none."""
+    names = [clean_line(word) for word in _words(text) if mimetypes.guess_type(word)[0] and not _is_there(word)]
+    if not names:
+        return ""
+    words = "no such file: {}; the name is sent as text" if len(names) == 1 else "no such files: {}; sent as text"
+    return words.format(", ".join(names[:MAX_FILES]))
+
+
+def _words(text: str) -> list[str]:
+    words = (word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@"))
+    return [word for word in dict.fromkeys(words) if word]
 
 
 def dropped(pasted: str) -> str:

@@ -324,6 +324,8 @@ def test_documents_are_measured_before_they_are_sent(tmp_path: Path) -> None:
     one.wait_for("page.html, note.txt: ")
     one.wait_for("# Pipes")
     one.wait_for("a note")
+    one.send("what is @no.txt\n")
+    one.wait_for("no such file: no.txt; the name is sent as text")
     one.send("/quit\n")
     assert one.end() == 0
 

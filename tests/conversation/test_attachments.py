@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.backend.scripted import FakeBackend
-from localllm.conversation.attachments import fit, mentioned, read_documents
+from localllm.conversation.attachments import fit, mentioned, missing, read_documents
 from localllm.conversation.commands import run
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
@@ -35,6 +35,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_mentioned() -> None:
     assert [one.name for one in mentioned("see @note.txt, and @src/; twice @note.txt")] == ["note.txt", "src/"]
     assert not mentioned("mail me@here or @ @! @... @~nobody_there @" + "x" * 5000 + " @none.txt \0@\0")
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    """By its ending: not a name, a decorator or an address."""
+    assert missing("see @note.txt, @src/ and (@nobody) @pytest.mark.slow @app.get('/') me@here.txt") == ""
+    assert missing("what is @cat.png?") == "no such file: cat.png; the name is sent as text"
+    assert missing("compare @a.py, @b/c.csv and @a.py") == "no such files: a.py, b/c.csv; sent as text"
+    assert missing("@" + "x" * 5000 + ".txt \0@\0.txt").startswith("no such file")
 
 
 def test_what_is_attached_can_be_taken_back() -> None:

@@ -54,6 +54,14 @@ async def test_the_parts_that_were_sent_are_told() -> None:
         await running.until(lambda: not running.screen.session.files)
 
 
+async def test_a_mention_of_a_file_that_is_not_there_is_told() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("what is in @nothing.txt")
+        assert "no such file: nothing.txt; the name is sent as text" in notices(running)
+        assert running.backend.sent[0][0][-1]["content"] == "what is in @nothing.txt"
+
+
 async def test_a_picture_is_mentioned_or_dropped_and_refused_where_it_cannot_be_read(folder: Path) -> None:
     Image.new("RGB", (20, 30), "red").save(folder / "a cat.png")
     Image.new("RGB", (20, 30), "red").save(folder / "red.png")

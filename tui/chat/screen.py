@@ -19,7 +19,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import OptionList, Static
 
-from localllm.conversation.attachments import mentioned, refuse_pictures
+from localllm.conversation.attachments import mentioned, missing, refuse_pictures
 from localllm.conversation.documents import Document
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
@@ -186,6 +186,8 @@ class ChatScreen(Actions):
             files = (*self.session.files, *await asyncio.to_thread(mentioned, typed.text))
             if self.phase == "ready":
                 refuse_pictures(files, self.session.backend.facts())
+            if notice := await asyncio.to_thread(missing, typed.text):
+                await self.transcript.say(f"! {notice}", "warning")
             async with self.changing:
                 await self._ask(text, typed.text, files)
 
