@@ -31,7 +31,7 @@ from .ops import FP4_CAPABILITY, FP8_CAPABILITY, IMPLS
 from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
 from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
-from .rms_norm import rms_norm
+from .rms_norm import normed, rms_norm
 from .sampling import sample
 from .token_index import choose_blocks, index_scores, index_write
 
@@ -260,6 +260,7 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     for shape in ((1, HIDDEN), (32, 128)):
         weight = _meta(torch.float32, shape[1])
         yield "rms_norm", str(shape[1]), partial(rms_norm, _meta(dtype, *shape), weight, 1e-6)
+        yield "layer_norm", str(shape[1]), partial(normed, _meta(dtype, *shape), Norm(weight, 1e-5, weight))
     for label, dim, half, interleaved in (("d128", 128, 64, False), ("d96 partial interleaved", 96, 16, True)):
         angles = _meta(torch.float32, 1, half)
         yield "rope", label, partial(rope, _meta(dtype, 1, 12, dim), angles, angles, interleaved)

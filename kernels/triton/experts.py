@@ -25,7 +25,7 @@ from ..layer_weights import FUSED_EXPERTS, FUSED_HYPER, ExpertsWeights, LinearPa
 from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
 from .product_tiles import SMALL_TOKENS, is_fixed
-from .rms_norm import rms_norm
+from .rms_norm import normed
 from .segments import FUSED, only_part
 
 BLOCK = 1024
@@ -49,7 +49,7 @@ def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
     up, down = weights.shared_gate_up, weights.shared_down
     if up is not None and down is not None and (weights.activation == "swiglu_oai" or not only_part(up, x)):
         return False
-    return weights.activation in _GATES and has_only(weights, _STEP_FIELDS)
+    return weights.activation in _GATES and has_only(weights, _STEP_FIELDS, "norm")
 
 
 def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
@@ -63,7 +63,9 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
     folds = one_by_one and not weights.share_inputs and is_fixed(many.code, many.run, card_of(x.device))
     norm = weights.norm if folds and router is not None and weights.shared_gate_up is None else None
-    seen = x if norm is not None or weights.norm is None else rms_norm(x, weights.norm.weight, weights.norm.eps)
+    if norm is not None and norm.bias is not None:
+        norm = None
+    seen = x if norm is not None or weights.norm is None else normed(x, weights.norm)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
     chosen, shares = routed(logits, weights)
     taken, shares = _weighted_inputs(seen, shares, weights)

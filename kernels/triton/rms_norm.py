@@ -1,4 +1,5 @@
-"""RMSNorm: one row per program, held in registers (rows beyond 16,384, which no model has, spill to local memory).
+"""RMSNorm and LayerNorm: one row per program, held in registers (rows beyond 16,384, which no model has, spill to local
+memory).
 
 Memory-bound: 2 x 16 KB for a row of 8,192 bf16. In decode one program of eight warps has all its loads in flight; if a
 product follows, it usually fuses the norm instead.
@@ -6,11 +7,14 @@ product follows, it usually fuses the norm instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layer_weights import Norm
 from .launch import launch, power_of_2
 
 HEAD_ROWS = 256  # elements per tile of short rows, such as the heads of QK-norm
@@ -18,12 +22,14 @@ HEAD_ROWS = 256  # elements per tile of short rows, such as the heads of QK-norm
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
-    x, weight, out, eps, num_rows, inner, outer_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, out, eps, num_rows, inner, outer_stride,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr, CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize ROWS rows of DIM; row r is at (r // inner) * outer_stride + (r % inner) * DIM.
 
     STREAMS   row r is multiplied by row r % STREAMS of the weight
+    CENTRED   LayerNorm: the mean is subtracted, and the bias added
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -40,8 +46,12 @@ def _norm_rows(
         tl.extra.cuda.gdc_wait()
     at = ((row // inner) * outer_stride + (row % inner) * DIM)[:, None] + d[None, :]
     wide = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    if CENTRED:
+        wide = tl.where(ok, wide - (tl.sum(wide, 1) * (1.0 / DIM))[:, None], 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
     result = wide * scale[:, None] * gain
+    if CENTRED:
+        result += tl.load(bias + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=ok)
 
 
@@ -54,7 +64,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     else:
         x = x.contiguous()
         inner, outer_stride = 1, dim
-    _launch(x, weight, out, eps, dim, inner, outer_stride, 1)
+    _launch(x, weight, None, out, eps, dim, inner, outer_stride, 1)
+    return out
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm or LayerNorm of rows [num_rows, dim]: `mixers.norm_rows`."""
+    if norm.bias is None:
+        return rms_norm(x, norm.weight, norm.eps)
+    x, dim = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    _launch(x, norm.weight, norm.bias.contiguous(), out, norm.eps, dim, 1, dim, 1)
     return out
 
 
@@ -64,16 +84,17 @@ def norm_streams(x: Tensor, weight: Tensor, eps: float, count: int) -> Tensor:
     x, weight   [num_tokens, count * dim], contiguous; [count * dim]
     """
     out, dim = torch.empty_like(x), x.shape[1] // count
-    _launch(x, weight, out, eps, dim, 1, dim, count)
+    _launch(x, weight, None, out, eps, dim, 1, dim, count)
     return out
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, eps: float, dim: int, inner: int, outer_stride: int, streams: int
-) -> None:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, dim: int, inner: int, outer_stride: int,
+    streams: int,
+) -> None:  # fmt: skip
     num_rows, padded = x.numel() // dim if dim else 0, power_of_2(dim)
     # from the width alone, so that a row is always summed in the same order
     rows, warps = max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
-    arguments = (x, weight.contiguous(), out, eps, num_rows, inner, outer_stride)
-    grid = (-(-num_rows // rows),)
-    launch(_norm_rows, grid, *arguments, num_warps=warps, DIM=dim, PADDED=padded, ROWS=rows, STREAMS=streams)
+    arguments = (x, weight.contiguous(), weight if bias is None else bias, out, eps, num_rows, inner, outer_stride)
+    sizes: dict[str, Any] = {"DIM": dim, "PADDED": padded, "ROWS": rows, "STREAMS": streams}
+    launch(_norm_rows, (-(-num_rows // rows),), *arguments, num_warps=warps, **sizes, CENTRED=bias is not None)

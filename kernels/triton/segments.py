@@ -39,7 +39,7 @@ from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .recurrent import Raw, causal_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
-from .rms_norm import rms_norm
+from .rms_norm import normed as norm_of
 
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
@@ -58,7 +58,7 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
-    if not has_only(weights, _ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
+    if not has_only(weights, _ATTENTION, "norm") or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
     sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim
@@ -79,7 +79,7 @@ def attention(
 ) -> Tensor:
     """Composed attention without gates, then one launch that multiplies by all gates."""
     arguments = pages, block_table, cu_query_lens, seq_lens
-    if not weights.gate or not has_only(weights, _ATTENTION):
+    if not weights.gate or not has_only(weights, _ATTENTION, "norm"):
         return composed(q, weights, *arguments)
     plain = replace(weights, gate=False, head_gates=False, softplus_gate=False)
     return times_gates(composed(q[..., : weights.head_dim], plain, *arguments), q, weights.softplus_gate)
@@ -88,7 +88,7 @@ def attention(
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + attended Wᵀ: [num_tokens, hidden], in place."""
     part = only_part(weights.out, attended)
-    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION)
+    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION, "norm")
     if part is None or not known or not x.is_contiguous():
         return composed(attended, x, weights)
     return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
@@ -97,10 +97,11 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
     """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
     gate_up = only_part(weights.gate_up, x)
-    known = weights.activation in _GATES and has_only(weights, FUSED_MLP)
+    known = weights.activation in _GATES and has_only(weights, FUSED_MLP, "norm")
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
-    hidden = product(x, gate_up.prepared, Extras(gate_up.bias, weights.norm, gate=weights.activation))
+    seen, norm = _centred(x, weights.norm)
+    hidden = product(seen, gate_up.prepared, Extras(gate_up.bias, norm, gate=weights.activation))
     down = only_part(weights.down, hidden)
     if down is not None and weights.post_norm is None:
         return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
@@ -111,10 +112,11 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
     part = only_part(weights.linear, x)
-    if part is None or not has_only(weights, FUSED_HEAD):
+    if part is None or not has_only(weights, FUSED_HEAD, "norm"):
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
-    product(x, part.prepared, Extras(part.bias, weights.norm), out=logits)
+    x, norm = _centred(x, weights.norm)
+    product(x, part.prepared, Extras(part.bias, norm), out=logits)
     return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
 
 
@@ -175,6 +177,7 @@ def mamba(
 
 def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     """The products of norm(x); for a single row, each norms x itself if all can."""
+    x, norm = _centred(x, norm)
     parts = [part for linear in linears for part in linear.parts]
     plain = all(linear.additions is None for linear in linears)
     fuses = plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
@@ -195,7 +198,12 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+    return x if norm is None else norm_of(x, norm)
+
+
+def _centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """The input of a product and the norm that it can fuse: a LayerNorm is a launch of its own."""
+    return (x, norm) if norm is None or norm.bias is None else (norm_of(x, norm), None)
 
 
 def only_part(linear: Linear, x: Tensor) -> LinearPart | None:

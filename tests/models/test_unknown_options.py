@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from localllm.kernels.cpu import segments as cpu
-from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, MlpWeights
+from localllm.kernels.layer_weights import (
+    FUSED_ATTENTION,
+    FUSED_MLP,
+    AttentionWeights,
+    HeadWeights,
+    MlpWeights,
+    has_only,
+)
 from localllm.kernels.triton import segments as triton
 from localllm.models.kv_cache import KVCache
 
@@ -71,20 +78,20 @@ def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loade
 
 @pytest.mark.parametrize("place", ["norm", "post_norm"])
 def test_layer_norms_reach_only_kernels_that_have_them(place: str, loaded: Callable) -> None:
-    """C takes one as the norm of a layer's input, Triton nowhere."""
+    """They take one as the norm of a layer's input only."""
     model, x = loaded("llama"), torch.ones(1, 42)
     layer, head, ffn = model.layers[0], model.head, model.layers[0].ffn
     changed = {place: replace(layer.mixer.norm, bias=torch.zeros(42))}
     ffn, mixer = replace(ffn, **changed), replace(layer.mixer, **changed)
-    assert triton.mlp(lambda *_: "", x, ffn) == ""
-    assert triton.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
-    assert triton.attn_out(lambda *_: "", x, x, mixer) == ""
     if place == "norm":
         head = replace(head, **changed)
-        assert triton.head(lambda *_: "", x, head) == ""
+        assert all(has_only(one, known, "norm") for one, known in ((mixer, FUSED_ATTENTION), (ffn, FUSED_MLP)))
         made = cpu.attention_layer(mixer), cpu.mlp_layer(ffn), cpu.head_layer(head)
         assert all(one is not None and one.struct.norm.bias for one in made)
         return
+    assert triton.mlp(lambda *_: "", x, ffn) == ""
+    assert triton.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
+    assert triton.attn_out(lambda *_: "", x, x, mixer) == ""
     assert cpu.mlp_layer(ffn) is None and cpu.attention_layer(mixer) is None
     assert cpu.mlp(lambda *_: "", x, ffn) == "" and cpu.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
     calls, pages = ((mixer, layer.ffn, 0),), KVCache(model.groups, [2]).layers[:1]

@@ -51,6 +51,10 @@ def never(*args: object) -> torch.Tensor:
 )
 def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: torch.device) -> None:
     weights = weights_of(norm, bias, parts, device)
+    if bias:  # as in Command R
+        assert weights.norm is not None
+        first = replace(weights.norm, bias=torch.randn(HIDDEN).to(device))
+        weights = replace(weights, norm=first, parallel=True)
     x = torch.randn(num_tokens, HIDDEN).half().to(device)
     turns = torch.randn(num_tokens, DIM // 2)
     cos, sin = turns.cos().to(device), turns.sin().to(device)

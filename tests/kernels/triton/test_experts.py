@@ -114,6 +114,12 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def test_the_first_norm_may_be_a_layer_norm(device: torch.device) -> None:
+    made = mixture("in kernels", device)
+    norm = replace(made.ours.norm, bias=torch.linspace(-1.0, 1.0, HIDDEN).to(device))
+    check(Both(replace(made.ours, norm=norm), replace(made.plain, norm=norm)), 1, device, made.plain)
+
+
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
 @pytest.mark.parametrize("kind", [kind if kind in ("in kernels", "inputs") else slow(kind) for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:

@@ -223,17 +223,18 @@ def test_fused_segments(tokens: int, device: torch.device) -> None:
     gate_up = part_of(device, make("fp4g16", 32, 32), impl)
     down = part_of(device, make("fp8-row", 32, 16), impl, torch.randn(32))
     vocab = part_of(device, make("int8-row", 10, 32), impl)
-    for extra, activation, softcap in ((None, "silu", None), (post, "gelu_tanh", 2.0)):
+    first = Norm(torch.rand(32).to(device), 1e-5, torch.randn(32).to(device))  # a LayerNorm, as Command R has
+    for extra, activation, softcap, norm in ((None, "silu", None, first), (post, "gelu_tanh", 2.0, post)):
         weights = attention_weights(device, impl, post_norm=extra)
         found = segments.attn_out(COMPOSED["attn_out"], attended, x.clone(), weights)
         assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double().cpu()) < CLOSE
-        mlp, into = MlpWeights(post, gate_up, down, activation, extra), x.clone()
+        mlp, into = MlpWeights(norm, gate_up, down, activation, extra), x.clone()
         found = segments.mlp(COMPOSED["mlp"], into, mlp)
         assert found.data_ptr() == into.data_ptr()
         assert error(found, COMPOSED["mlp"](x.clone(), mlp).double().cpu()) < CLOSE
-        logits = segments.head(COMPOSED["head"], x, HeadWeights(post, vocab, softcap))
+        logits = segments.head(COMPOSED["head"], x, HeadWeights(norm, vocab, softcap))
         assert logits.dtype is torch.float32
-        assert error(logits, COMPOSED["head"](x, HeadWeights(post, vocab, softcap)).double().cpu()) < CLOSE
+        assert error(logits, COMPOSED["head"](x, HeadWeights(norm, vocab, softcap)).double().cpu()) < CLOSE
 
 
 def test_what_does_not_fit_is_composed(device: torch.device) -> None:

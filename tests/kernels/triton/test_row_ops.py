@@ -42,6 +42,17 @@ def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypat
     assert rms_norm.rms_norm(wide[:0], weight, 1e-6).shape == (0, 20_000)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (2, 1000), (1, 8192)])
+def test_layer_norm(shape: tuple[int, ...], device: torch.device) -> None:
+    """Far from 0, where a variance from squares would be off by much."""
+    norm = Norm(torch.randn(shape[-1]).to(device), 1e-5, torch.randn(shape[-1]).to(device))
+    for x in (torch.randn(shape), torch.randn(shape) + 100, torch.randn(shape).half()):
+        x = x.to(device)
+        found, wanted = rms_norm.normed(x, norm), reference.layer_norm(x, norm.weight, norm.bias, 1e-5)
+        assert found.dtype is x.dtype
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+
+
 def angles(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of some positions."""
     turns = torch.randn(num_tokens, half) * 3
