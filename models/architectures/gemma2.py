@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
 
@@ -17,19 +18,21 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # the same in all models; omitted in old files
 
 
+DEFAULTS = {
+    "vocab_size": 256_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2304,
+    "intermediate_size": 9216, "num_hidden_layers": 26, "max_position_embeddings": 8192, "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "attn_logit_softcapping": SCORE_CAP,
+    "final_logit_softcapping": LOGIT_CAP, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
 class Gemma2(Architecture):
-    """Windowed and full-attention layers alternate, starting with a windowed one."""
+    """Windowed and full-attention layers alternate, starting with a windowed one. VaultGemma norms no outputs."""
 
     name = "gemma2"
-    label = "Gemma 2"
-    hf_types = {
-        "gemma2": {"vocab_size": 256_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-        | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "max_position_embeddings": 8192}
-        | {"sliding_window": WINDOW, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-        | {"attn_logit_softcapping": SCORE_CAP, "final_logit_softcapping": LOGIT_CAP}
-        | {"hidden_activation": "gelu_pytorch_tanh"}
-    }
-    hf_classes = ("Gemma2ForCausalLM",)
+    label = "Gemma 2, VaultGemma"
+    hf_types = {"gemma2": DEFAULTS, "vaultgemma": DEFAULTS}
+    hf_classes = ("Gemma2ForCausalLM", "VaultGemmaForCausalLM")
     gguf_types = ("gemma2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -37,7 +40,8 @@ class Gemma2(Architecture):
         scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
         caps = {key: config.capped(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         attention = config.attention(rope, scale=scalar**-0.5, softcap=caps["attn_logit_softcapping"])
-        layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
+        norms = NORMS if config.model_type == "gemma2" else replace(NORMS, after_mixer=None, after_ffn=None)
+        layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), norms)
         layers = repeated(layer, config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0))
         scaled = {"embedding_scale": math.sqrt(config.hidden_size), "logit_softcap": caps["final_logit_softcapping"]}
         return config.facts(layers, context, norm_offset=1.0, **scaled)

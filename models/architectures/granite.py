@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
@@ -13,7 +14,7 @@ from .config import Config
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, LayerFacts, Norms
 from .names import NameMap, gguf_names, hf_names
 
 # names of the experts in checkpoints; older ones wrap the router
@@ -57,7 +58,7 @@ class Granite(Architecture):
         "granite_docling": "granite_docling_text",
     }
     hf_classes: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM",)
-    gguf_types = ("granite",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("granite",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -77,6 +78,30 @@ class Granite(Architecture):
 
     def ffn_from_gguf(self, config: GgufConfig) -> Dense | Experts:
         return config.dense()
+
+
+class HyperClovaX(Granite):
+    """Blocks' outputs have norms, whose epsilon the residual multiplier does not change; logits are multiplied."""
+
+    name = "hyperclovax"
+    label = "HyperCLOVA X SEED Think"
+    hf_types = {"hyperclovax": {key: value for key, value in DEFAULTS.items() if key != "attention_multiplier"}}
+    hf_wrappers = {}
+    hf_classes = ("HyperCLOVAXForCausalLM",)
+    gguf_types = ()
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        attention = config.attention(rope)
+        scale = config.keys.number("attention_multiplier", 1e-6, 1e3, attention.head_dim**-0.5)
+        scales = multiplied(config, HF_SCALES)
+        norms = Norms()
+        if config.keys.flag("use_post_norm", True):
+            eps = scales["rms_norm_eps"] * scales["residual_scale"] ** 2
+            norms = Norms(after_mixer="post_norm1", after_ffn="post_norm2", after_eps=eps)
+        layer = LayerFacts(replace(attention, scale=scale), self.ffn_from_hf(config), norms)
+        layers = (layer,) * config.num_layers
+        return config.facts(layers, context, **scales | {"logit_scale": 1 / scales["logit_scale"]})
 
 
 class GraniteMoe(Granite):

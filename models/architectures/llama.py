@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
@@ -16,18 +18,34 @@ from .pixtral_vision import row_vision, with_rows
 SIZES = {
     "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
 }  # fmt: skip
+CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+# by type: which layers have a window if the file does not list them
+WINDOWED: dict[str, Callable[[int], bool]] = {
+    "mistral": lambda layer: True,
+    "ministral": lambda layer: True,
+    "cwm": lambda layer: layer % 4 != 0,
+}
 
 
 class Llama(Architecture):
     """Two norms, RoPE, SiLU."""
 
     name = "llama"
-    label = "Llama 2 and 3, SmolLM2, Mistral, InternLM3, IQuest-Coder"
+    label = "Llama 2 and 3, SmolLM2, Mistral, Ministral, InternLM3, IQuest-Coder, CWM"
     hf_types = {
         "llama": SIZES | {"intermediate_size": 11_008, "max_position_embeddings": 2048},
         "mistral": SIZES
         | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
         | {"sliding_window": 4096, "num_key_value_heads": 8},
+        "ministral": SIZES
+        | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
+        | {"sliding_window": 4096, "num_key_value_heads": 8},
+        "cwm": {"vocab_size": 128_256, "hidden_size": 6144, "intermediate_size": 21_504, "num_hidden_layers": 64}
+        | {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072}
+        | {"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_parameters": CWM_ROPE},
         "internlm3": {"vocab_size": 128_512, "hidden_size": 4096, "intermediate_size": 10_240, "num_hidden_layers": 48}
         | {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768}
         | {"rms_norm_eps": 1e-5},
@@ -40,14 +58,17 @@ class Llama(Architecture):
         + ("deepseek_vl", "deepseek_vl_hybrid", "voxtral"),
         "llama",
     )
-    hf_classes = ("LlamaForCausalLM", "MistralForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM")
+    hf_classes = (
+        *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
+        *("InternLM3ForCausalLM", "IQuestCoderForCausalLM", "CwmForCausalLM"),
+    )
     gguf_types = ("llama",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
-        # Llama has no window, even if its config contains one.
-        windows = config.windows(lambda layer: True) if config.model_type == "mistral" else (None,) * config.num_layers
+        windowed = WINDOWED.get(config.model_type)  # Llama has no window, even if its config contains one
+        windows = config.windows(windowed) if windowed is not None else (None,) * config.num_layers
         return config.facts(repeated(layer, windows), context, vision=row_vision(config))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:

@@ -27,10 +27,10 @@ from .gemma2 import Gemma2
 from .gemma3 import Gemma3
 from .gemma3n import Gemma3n
 from .gemma4 import Gemma4
-from .glm4 import Glm4
+from .glm4 import Glm, Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
-from .granite import Granite, GraniteMoe
+from .granite import Granite, GraniteMoe, HyperClovaX
 from .granite_hybrid import GraniteHybrid
 from .granite_swa import GraniteSwa
 from .hunyuan import HunYuanDense, HunYuanMoe, HyV3
@@ -48,6 +48,7 @@ from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .muse_glimmer import MuseGlimmer
 from .names import NameMap
+from .nemotron import Nemotron
 from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
 from .olmo_hybrid import OlmoHybrid
@@ -61,6 +62,7 @@ from .qwen3_moe import Qwen3Moe
 from .qwen4_exp import Qwen4Exp
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
+from .stablelm import StableLm
 from .step3p5 import Step3p5
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -95,13 +97,17 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SmolLM3(),
     Granite(),
     GraniteMoe(),
+    HyperClovaX(),
     GraniteHybrid(),
     GraniteSwa(),
+    Nemotron(),
     NemotronH(),
     Olmo2(),
     OlmoHybrid(),
     Olmoe(),
     SeedOss(),
+    StableLm(),
+    Glm(),
     Glm4(),
     Mistral3(),
     Mistral4(),

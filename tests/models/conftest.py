@@ -202,6 +202,45 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "seed_oss",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 10), "attention_bias": True},
     ),
+    "glm": (
+        "glm",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "attention_bias": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "ministral": (
+        "ministral",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_hidden_layers": 4, "sliding_window": 9}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "cwm": (
+        "cwm",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_hidden_layers": 5, "sliding_window": 9},
+    ),
+    "vaultgemma": (
+        "vaultgemma",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 4, 18), "sliding_window": 13}
+        | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 8.0, "attn_logit_softcapping": None},
+    ),
+    "hyperclovax": (
+        "hyperclovax",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (7, 1, 6), "embedding_multiplier": 12.0}
+        | {"residual_multiplier": 0.22, "logits_scaling": 0.4, "rms_norm_eps": 1e-3},
+    ),
+    "nemotron": (
+        "nemotron",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "norm_eps": 1e-3, "mlp_bias": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "stablelm": (
+        "stablelm",
+        {"hidden_size": 40, "intermediate_size": 70, "heads": (4, 2, 10), "layer_norm_eps": 1e-3, "use_qkv_bias": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.4}},
+    ),
+    "stablelm-parallel": (
+        "stablelm",
+        {"hidden_size": 40, "intermediate_size": 70, "heads": (4, 4, 10), "use_parallel_residual": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.4}},
+    ),
     "glm4": (
         "glm4",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "attention_bias": True}

@@ -36,7 +36,7 @@ ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
-ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama"}
+ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
@@ -134,6 +134,9 @@ def write_gguf(
         writer.add_layer_norm_eps(config["layer_norm_eps"])
         writer.add_logit_scale(config["logit_scale"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    elif arch in ("nemotron", "stablelm"):
+        writer.add_layer_norm_eps(config.get("norm_eps") or config["layer_norm_eps"])
+        writer.add_parallel_residual(config.get("use_parallel_residual", False))
     else:
         writer.add_layer_norm_rms_eps(eps)
     _rope(writer, config, turned)
@@ -288,7 +291,7 @@ def write_gguf(
         module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
-        if arch in ("gemma", "gemma2", "gemma3") and module.endswith("norm"):
+        if arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             tensor = tensor + 1
         if module.endswith("shared_expert_gate"):
             tensor = tensor.squeeze(0)  # as llama-quantize leaves it
@@ -777,9 +780,10 @@ NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
 NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "apertus", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
-NAMES += ["ling2", "hy3", "cohere2-moe", "kolibri", "step", "exaone-moe", "dots1"]
+NAMES += ["ling2", "hy3", "cohere2-moe", "kolibri", "step", "exaone-moe", "dots1", "glm", "nemotron", "stablelm"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared", "cohere2-moe-shared", "kolibri-normed")
+SLOW_NAMES += ("stablelm-parallel",)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 
