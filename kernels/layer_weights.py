@@ -463,7 +463,8 @@ def nbytes_of(weights: Any) -> int:
             total += nbytes_of(value)
         for one in value if isinstance(value, tuple) else (value,):
             total += one.nbytes if isinstance(one, (Linear, Tensor)) else 0
-            total += one.weight.nbytes if isinstance(one, Norm) else 0
+            if isinstance(one, Norm):
+                total += one.weight.nbytes + (0 if one.bias is None else one.bias.nbytes)
     return total
 
 

@@ -98,7 +98,7 @@ def choose_blocks(
 ) -> tuple[Tensor, Tensor]:
     """What queries see: the `top` whole blocks with the highest scores, of equal ones the first, and the tokens after.
 
-    scores       float32 [num_queries, blocks], at least 0, of all whole blocks; modified
+    scores       float32 [num_queries, blocks], at least 0, of at least all whole blocks; modified
     block_table  int32 [num_queries, max_pages], may be strided
     seq_lens     int32 [num_queries]: tokens up to the query
     per_page     blocks of a page

@@ -140,6 +140,7 @@ def sparse_attention(
 
     def seen(q: Tensor) -> Tensor:
         count = q.shape[0] * kv_heads
+        # Triton's attention reads tables before it waits for the kernel before it, which must be a plain one
         cu = torch.arange(count + 1, dtype=torch.int32, device=q.device)
         q = q.view(count, weights.num_heads // kv_heads, -1)
         return attention(q, of_group, blocks, chosen.block_table, cu, chosen.lens).view(count // kv_heads, -1)

@@ -9,7 +9,7 @@
 
 typedef struct {
     const float *weight; /* NULL: no norm */
-    const float *bias;   /* NULL: RMSNorm, else LayerNorm; only for the norm of a layer's input */
+    const float *bias;   /* NULL: RMSNorm, else LayerNorm; only for norms of inputs, see `norm_into` */
     double eps;
 } ll_norm;
 

@@ -406,7 +406,7 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     """C structs of the layers; None if C does not support one of them. The last result is cached for tuples."""
     first_of_all = next(linears_of(layers[0][0]), None)
     keeper = None if first_of_all is None else _keeper_of(first_of_all)
-    if keeper is None or getattr(layers[0][0], "hyper", None) is not None:
+    if keeper is None:
         return None
     kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
     if kept is not None and kept.layers is layers and kept.pages is pages:
@@ -414,6 +414,8 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     structs = (CDecoderLayer * len(layers))()
     parts: list[Layer] = []
     for struct, (mixer, ffn, view), of_layer in zip(structs, layers, pages, strict=True):
+        if any(getattr(mixer, name, None) is not None for name in FUSED_HYPER):  # such layers run one by one
+            return None
         first, second = _fill_mixer(struct, mixer, of_layer), _fill_ffn(struct, ffn)
         if first is None or second is None:
             return None

@@ -251,7 +251,7 @@ def _index_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         pages = empty_pages(shapes.facts, 1)._replace(index_keys=kept[0], block_keys=kept[1])
         norm = Norm(source.normal(dim, dtype=torch.float32), 1e-6)
         several = [*range(1, page - 1), *range(2 * page + ratio - 1, 3 * page)]
-        for slots in (several, [page - 1, 3 * page + 1, ratio - 1]):
+        for slots in (several, [page - 1, 3 * page + 1, page + ratio - 1]):
             keys = source.normal(len(slots), dim)
             angles = source.normal(len(slots), max(1, dim // 4), dtype=torch.float32)
             back = source.normal(2, angles.shape[1], dtype=torch.float32)

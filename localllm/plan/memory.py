@@ -524,7 +524,8 @@ class Memory:
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
         terms["activations"] += index_bytes(facts, min(self.rows, ctx), ctx)
-        terms["graphs"] += index_bytes(facts, rows, ctx) if self.graph_buckets else 0  # in the memory of the graphs
+        if self.graph_buckets:  # in the memory of the graphs, for whole block tables
+            terms["graphs"] += index_bytes(facts, rows, -(-ctx // self.options.page_size) * self.options.page_size)
         terms["activations"] += 2 * self.expert_bytes  # one streamed expert, in stored and in kernel layout
         is_plain = self.where.gpu is not None and self.where.gpu.capability < 80
         if facts.gathers or facts.head_dim > (LARGEST_PLAIN_HEAD if is_plain else LARGEST_HEAD):

@@ -24,7 +24,8 @@ KINDS = "sparse", "dense"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 DEFAULTS = {
     "vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
 }  # fmt: skip
 
 

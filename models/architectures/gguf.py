@@ -223,6 +223,8 @@ class GgufConfig(Config):
         values = self.keys.raw(key)
         if values is None:
             return ()
+        if isinstance(values, np.ndarray) and len(values) == self.num_layers + self.extra_layers:
+            values = values[: self.num_layers]
         known = isinstance(values, np.ndarray) and values.dtype.kind in "biu" and len(values) == self.num_layers
         if not known or not np.isin(values, (0, 1)).all():
             raise self.keys.fail(key, f"must hold {self.num_layers} booleans")

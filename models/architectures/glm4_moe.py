@@ -6,8 +6,9 @@ The layer after the last one is an MTP head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
@@ -46,7 +47,8 @@ class Glm4Moe(Architecture):
         | {"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0},
         "dots1": {
             "vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62,
-            "num_attention_heads": 32, "max_position_embeddings": 2048, "moe_intermediate_size": 1408,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+            "moe_intermediate_size": 1408,
             "first_k_dense_replace": 0, "norm_topk_prob": False, "use_qk_norm": True, "sliding_window": 4096,
             "max_window_layers": 62,
         },
@@ -54,6 +56,12 @@ class Glm4Moe(Architecture):
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
     hf_classes = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Dots1ForCausalLM")
     gguf_types = ("glm4moe", "dots1")
+
+    def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().hf_values(text)
+        if "num_key_value_heads" in text and text["num_key_value_heads"] is None:  # as many as query heads
+            values["num_key_value_heads"] = values.get("num_attention_heads")
+        return values
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()

@@ -111,7 +111,7 @@ class HyV3(Architecture):
         "hy_v3": {
             "vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312, "num_hidden_layers": 80,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "num_experts": 192, "num_experts_per_tok": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "num_local_experts": 192, "num_experts_per_tok": 8,
             "num_shared_experts": 1, "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
         }
     }  # fmt: skip
@@ -125,7 +125,7 @@ class HyV3(Architecture):
             renormalise=keys.flag("route_norm", True),
             scale=keys.number("router_scaling_factor", 1e-6, 1e6),
         )  # fmt: skip
-        shared = experts.inner * keys.integer("num_shared_experts", 0, MAX_EXPERTS)
+        shared = experts.inner * keys.integer("num_shared_experts", 1, MAX_EXPERTS)
         first = keys.integer("first_k_dense_replace", 0, MAX_LAYERS, 1)
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
         return _hy_v3(config, *config.rope(), experts, shared, [kind == "dense" for kind in kinds], act)

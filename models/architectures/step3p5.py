@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
+from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
-from .hf import HfConfig, below
+from .glm4_moe import SHARED
+from .hf import HfConfig, below, object_of
 from .kimi_linear import limits_of
 from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
@@ -61,16 +62,16 @@ class Step3p5(Architecture):
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
-        count = values.get("num_hidden_layers")
+        count = values.get("num_hidden_layers", DEFAULTS["num_hidden_layers"])
         for key in _OF_LAYERS:
             if isinstance(values.get(key), list) and type(count) is int:
                 values[key] = values[key][:count]
-        thetas, shares = values.get("rope_theta"), values.get("partial_rotary_factors")
-        types = values.get("layer_types")
-        if isinstance(types, list) and (isinstance(thetas, list) or isinstance(shares, list)):
-            scaling = values.pop("rope_scaling", None) or values.get("rope_parameters")
-            values["rope_parameters"] = _nested(types, thetas, shares, scaling)
-            values.pop("rope_theta", None)
+        types, stated = values.get("layer_types"), values.get("rope_parameters")
+        if not isinstance(stated, dict) or not any(isinstance(one, dict) for one in stated.values()):
+            scaling = values.pop("rope_scaling", None) or stated
+            thetas, shares = values.pop("rope_theta", None), values.get("partial_rotary_factors")
+            kinds = types if isinstance(types, list) else ["full_attention"]
+            values["rope_parameters"] = _nested(kinds, thetas, shares, scaling)
         return values
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -91,12 +92,9 @@ class Step3p5(Architecture):
             scale=keys.number("moe_router_scaling_factor", 1e-6, 1e6, 1.0),
         )  # fmt: skip
         experts = _own(experts, keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4))
-        heads = windowed.integer("num_attention_heads", 1, MAX_HEADS, config.num_heads)
-        heads = keys.integer("num_sliding_attention_heads", 1, MAX_HEADS, heads)
         windows = config.windows(lambda layer: False)
         return _facts(
-            config, (rope, local_rope), context, windows,
-            [heads if window else config.num_heads for window in windows], _sparse(config), experts,
+            config, (rope, local_rope), context, windows, _heads(config, windowed, windows), _sparse(config), experts,
             (limits_of(config, "swiglu_limits"), limits_of(config, "swiglu_limits_shared")), scale=scale,
         )  # fmt: skip
 
@@ -120,7 +118,8 @@ class Step3p5(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
             return gguf_names(GGUF_LAYER | {GATE: "attn_gate", CHOICE_BIAS: "exp_probs_b.bias"})
-        return hf_names(checkpoint.tensors, _MOE | {GATE: "self_attn.g_proj"})
+        own = _MOE if any(".moe." in name for name in checkpoint.tensors) else SHARED
+        return hf_names(checkpoint.tensors, own | {GATE: "self_attn.g_proj"})
 
 
 def _nested(types: Sequence[Any], thetas: Any, shares: Any, scaling: Any) -> dict[str, Any]:
@@ -129,11 +128,28 @@ def _nested(types: Sequence[Any], thetas: Any, shares: Any, scaling: Any) -> dic
     for layer, kind in enumerate(types):
         if kind in found or not isinstance(kind, str):
             continue
-        found[kind] = dict(scaling) if isinstance(scaling, dict) and kind == "full_attention" else {}
+        found[kind] = {}
         for key, each in (("rope_theta", thetas), ("partial_rotary_factor", shares)):
             value = each[layer] if isinstance(each, list) and layer < len(each) else each
             found[kind] |= {} if value is None or isinstance(value, list) else {key: value}
+        if isinstance(scaling, dict) and kind == "full_attention":
+            found[kind] |= scaling
     return found
+
+
+def _heads(config: HfConfig, windowed: Fields, windows: Sequence[int | None]) -> list[int]:
+    """Query heads of each layer."""
+    keys, own = config.keys, below(config.keys, "per_layer_config")
+    if keys.raw("per_layer_config") is not None:  # as transformers saves it
+        layers = [str(layer) for layer in range(config.num_layers)]
+        for key, value in (pair for layer in layers for pair in object_of(own, layer).items()):
+            if key != "num_attention_heads" and value != keys.raw(key):
+                raise config.unsupported(f"{config.source} with another {key[:60]} in some layers")
+        each = (below(own, layer) for layer in layers)
+        return [of_layer.integer("num_attention_heads", 1, MAX_HEADS, config.num_heads) for of_layer in each]
+    count = windowed.integer("num_attention_heads", 1, MAX_HEADS, config.num_heads)
+    count = keys.integer("num_sliding_attention_heads", 1, MAX_HEADS, count)
+    return [count if window else config.num_heads for window in windows]
 
 
 def _sparse(config: HfConfig) -> list[bool]:
@@ -143,7 +159,8 @@ def _sparse(config: HfConfig) -> list[bool]:
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < DENSE], key="mlp_layer_types")
         return [kind == "sparse" for kind in kinds]
     numbers = listed.split(",") if isinstance(listed, str) else listed
-    if not isinstance(numbers, list) or not all(str(number).strip().isdecimal() for number in numbers):
+    numbers = [text for number in numbers if (text := str(number).strip())] if isinstance(numbers, list) else [""]
+    if not all(number.isdecimal() for number in numbers):
         raise config.keys.fail("moe_layers_enum", "must list layer numbers")
     chosen = {int(number) for number in numbers}
     return [layer in chosen for layer in range(config.num_layers)]

@@ -787,6 +787,20 @@ SLOW_NAMES += ("stablelm-parallel",)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 
+def test_lists_of_a_file_may_cover_its_mtp_blocks(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes Step's."""
+    model, ids = tiny("step"), torch.randint(0, 99, (30,)).tolist()
+    config = dict(model.config.get("text_config", model.config))
+    more = {"layer_types": "sliding_attention", "swiglu_limits": 0.0, "swiglu_limits_shared": 0.0}
+    more |= {"mlp_layer_types": "sparse"}
+    longer = {key: [*config[key], value] for key, value in more.items() if config.get(key)}
+    head = {name.replace(".3.", ".5."): tensor for name, tensor in model.tensors.items() if ".layers.3." in name}
+    made = replace(model, config=config | longer | {"num_hidden_layers": 6, "nextn": 1}, tensors=model.tensors | head)
+    rows = gguf_logits(made, paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
+    expected = model.logits(ids)
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("name", [*NAMES, *SLOW])
 def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
     ids = torch.randint(0, 99, (70,)).tolist()

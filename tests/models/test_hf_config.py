@@ -232,6 +232,34 @@ def test_lists_of_step_also_cover_mtp_heads() -> None:
             facts_of(STEP | changes)
 
 
+def test_what_else_files_of_step_may_say() -> None:
+    """One base for all layers, no kinds of layers, and the query heads of each layer as transformers saves them."""
+    plain = {key: value for key, value in STEP.items() if key not in ("rope_theta", "partial_rotary_factors")}
+    ropes = [layer.mixer.rope for layer in facts_of(plain | {"rope_theta": 5e5}).layers[:2]]
+    assert [(rope.theta, rope.dim, rope.scaling) for rope in ropes] == [(5e5, 128, "llama3"), (5e5, 128, "none")]
+    alike = {key: value for key, value in STEP.items() if key not in ("layer_types", "rope_scaling")}
+    facts = facts_of(alike | {"rope_theta": 5e5, "partial_rotary_factors": [0.5] * 7})
+    assert set(facts.windows) == {None} and {layer.mixer.rope.dim for layer in facts.layers} == {64}
+    heads = {"per_layer_config": {"1": {"num_attention_heads": 16}, "4": {"num_attention_heads": 8, "head_dim": 128}}}
+    assert [layer.mixer.num_heads for layer in facts_of(STEP | heads).layers] == [64, 16, 64, 64, 8]
+    with pytest.raises(UnsupportedModel, match="with another head_dim in some layers"):
+        facts_of(STEP | {"per_layer_config": {"1": {"head_dim": 64}}})
+    assert facts_of(STEP | {"moe_layers_enum": "3, 4,"}) == facts_of(STEP)
+
+
+def test_other_names_and_defaults_of_mixtures() -> None:
+    hy3 = {"model_type": "hy_v3", "num_hidden_layers": 2}
+    assert facts_of(hy3 | {"num_local_experts": 7, "num_experts_per_tok": 2}).layers[1].ffn.num_experts == 7
+    assert facts_of(hy3).layers[1].ffn.num_experts == 192
+    with pytest.raises(BadModelFile, match="num_shared_experts: must be 1 to"):
+        facts_of(hy3 | {"num_shared_experts": 0})
+    for kind in ("dots1", "exaone_moe"):
+        wide = {"model_type": kind, "num_hidden_layers": 2, "num_attention_heads": 64, "n_shared_experts": 1}
+        wide |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
+        assert facts_of(wide).layers[0].mixer.num_kv_heads == 32
+    assert facts_of(wide | {"model_type": "dots1", "num_key_value_heads": None}).layers[0].mixer.num_kv_heads == 64
+
+
 NORTH = {  # as published
     "model_type": "cohere2_moe", "num_hidden_layers": 9, "hidden_size": 2048, "intermediate_size": 768,
     "num_attention_heads": 32, "num_key_value_heads": 4, "prefix_dense_intermediate_size": 3072, "num_experts": 128,

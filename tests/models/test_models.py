@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from localllm.errors import BadModelFile
@@ -169,3 +171,16 @@ def test_groups_put_full_attention_first(loaded: Callable) -> None:
     assert (window.name, window.window, window.layers) == ("window-11", 11, (0, 2, 3))
     (only,) = loaded("mistral").groups
     assert only.window == 9 and only.layers == (0, 1, 2)
+
+
+def test_step_under_the_names_of_transformers(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """As it saves them when asked not to restore the published ones."""
+    model, ids = tiny("step"), prompt(30)
+    model.reference.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    tensors = load_file(tmp_path / "theirs/model.safetensors")
+    assert not any(".moe." in name for name in tensors)
+    with open_model(
+        model.save(tmp_path / "ours", tensors | dict.fromkeys(set(model.tensors) - set(tensors)))
+    ) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True))
+    assert relative_error(paged(ours).all_logits(ids, [20]), model.logits(ids)) < 1e-4
