@@ -199,6 +199,7 @@ def test_numbers_that_cannot_divide_a_model_name_those_that_can(tiny: Callable, 
 DENSE = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "gemma4-e2b")
 DENSE += ("phi3", "smollm3", "smollm3-windows", "granite", "seed-oss", "glm4", "ministral3", "cohere", "cohere2")
 DENSE += ("muse-glimmer", "ernie", "exaone4", "gemma", "gemma3n", "hunyuan", "granite-swa", "arcee", "apertus")
+DENSE += ("glm", "vaultgemma", "hyperclovax", "nemotron", "stablelm", "stablelm-parallel")
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 MIXTURES += ("gemma4-moe", "ernie-moe", "hunyuan-moe", "llama4", "minimax-m2", "granitemoe-swa", "afmoe", "mellum")
 MIXTURES += ("laguna", "laguna-elements", "qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open")
