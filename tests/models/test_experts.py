@@ -264,7 +264,7 @@ def test_the_plan_counts_what_pytorch_starts(values: dict[str, Any]) -> None:
         (product(size, 24, bf16),) * 16, facts.top_k, facts.router, facts.act, facts.renormalise, facts.scale,
         torch.ones(16) if facts.choice_bias else None, facts.groups, facts.group_top_k,
         product(wide, 32, bf16) if facts.shared_inner else None, product(32, 24, bf16) if facts.shared_inner else None,
-        product(1, 32, bf16) if facts.shared_gate else None, facts.limit, facts.shared_limit,
+        product(1, 32, bf16) if facts.shared_gate else None, limit=facts.limit, shared_limit=facts.shared_limit,
         latent_in=product(16, 32, bf16) if facts.latent else None,
         latent_out=product(32, 16, bf16) if facts.latent else None,
     )  # fmt: skip
