@@ -82,6 +82,7 @@ class Actions(Stream):
             self.flash("kernel timing stopped; `localllm tune` resumes it")
         elif choices.display:
             choices.cancel()
+            self.prompt.focus()  # at once: the choice itself may have to wait for a change that is under way
         elif hints.display:
             hints.display = False
         elif (card := self.transcript.card) and card.downloads:
