@@ -74,7 +74,7 @@ def token_index(
     if not long and not decodes:
         return None
     assert pages.block_keys is not None
-    per_page, keys = pages.block_keys.shape[1], pages.block_keys
+    per_page, kv_heads = pages.block_keys.shape[1], pages.k.shape[1]
     found: list[tuple[Tensor, Tensor]] = []
 
     def choose(here: slice, table: Tensor, lens: Tensor, keys: Tensor, own: bool) -> None:
@@ -85,20 +85,19 @@ def token_index(
         # per query: scores, masks, counts of equal ones and numbers; the choice; products
         each = (24 if own else 12) * blocks + 60 * weights.top + (0 if own else 4 * heads * sparse.index_tile(keys))
         size = max(1, SCORE_BYTES // each)
-        for some, pages, seen in zip(q.split(size), table.split(size), lens.split(size), strict=True):
-            scores = index_scores(some, keys, pages) if own else index_scores(some, keys)
-            found.append(choose_blocks(scores, pages, seen, ratio, weights.top, per_page, kv_heads))
+        for some, where, seen in zip(q.split(size), table.split(size), lens.split(size), strict=True):
+            scores = index_scores(some, keys, where) if own else index_scores(some, keys)
+            found.append(choose_blocks(scores, where, seen, ratio, weights.top, per_page, kv_heads))
 
-    kv_heads = pages.k.shape[1]
     if decodes:
-        choose(slice(None), block_table, seq_lens, keys, True)
+        choose(slice(None), block_table, seq_lens, pages.block_keys, True)
         return Chosen(*_joined(found))
     for number in long:
         here = slice(starts[number], starts[number + 1])
         whole, count = lens[number] // ratio, here.stop - here.start
         own = block_table[number : number + 1, : -(-lens[number] // (ratio * per_page))]
         seen = torch.arange(lens[number] - count + 1, lens[number] + 1, dtype=torch.int32, device=x.device)
-        choose(here, own.expand(count, -1), seen, keys[own[0].long()].flatten(0, 1)[:whole], False)
+        choose(here, own.expand(count, -1), seen, pages.block_keys[own[0].long()].flatten(0, 1)[:whole], False)
     all_rows = torch.cat([torch.arange(starts[number], starts[number + 1], device=x.device) for number in long])
     short = torch.tensor([n for n in range(len(lens)) if n not in set(long)], dtype=torch.int64, device=x.device)
     return Chosen(*_joined(found), all_rows, short)

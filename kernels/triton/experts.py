@@ -62,22 +62,15 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     # with one row the norm can be fused into the router's GEMV and into the fixed-point conversion of x
     one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
     folds = one_by_one and not weights.share_inputs and is_fixed(many.code, many.run, card_of(x.device))
-    norm = weights.norm if folds and router is not None and weights.shared_gate_up is None else None
-    if norm is not None and norm.bias is not None:
-        norm = None
-    seen = x if norm is not None or weights.norm is None else normed(x, weights.norm)
+    folds = folds and router is not None and weights.shared_gate_up is None
+    norm = weights.norm if folds and weights.norm is not None and weights.norm.bias is None else None
+    seen = x if norm is not None else normed(x, weights.norm)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
     chosen, shares = routed(logits, weights)
     taken, shares = _weighted_inputs(seen, shares, weights)
     residual = x if weights.hyper is None else None
-    summed(
-        _expert_outputs(taken, chosen, weights, norm=norm),
-        shares,
-        x,
-        residual,
-        *_shared(seen, weights),
-        weights.shared_scale,
-    )
+    outputs = _expert_outputs(taken, chosen, weights, norm=norm)
+    summed(outputs, shares, x, residual, *_shared(seen, weights), weights.shared_scale)
     return x
 
 

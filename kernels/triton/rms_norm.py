@@ -68,8 +68,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def normed(x: Tensor, norm: Norm) -> Tensor:
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
     """RMSNorm or LayerNorm of rows [num_rows, dim]: `mixers.norm_rows`."""
+    if norm is None:
+        return x
     if norm.bias is None:
         return rms_norm(x, norm.weight, norm.eps)
     x, dim = x.contiguous(), x.shape[-1]

@@ -39,7 +39,7 @@ from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .recurrent import Raw, causal_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
-from .rms_norm import normed as norm_of
+from .rms_norm import normed
 
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
@@ -106,7 +106,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     if down is not None and weights.post_norm is None:
         return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
     out = weights.down(hidden)
-    return x.add_(out if weights.post_norm is None else _normed(out, weights.post_norm))
+    return x.add_(out if weights.post_norm is None else normed(out, weights.post_norm))
 
 
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
@@ -182,8 +182,8 @@ def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     plain = all(linear.additions is None for linear in linears)
     fuses = plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
     if not fuses:
-        normed = _normed(x, norm)
-        return [linear(normed) for linear in linears]
+        rows = normed(x, norm)
+        return [linear(rows) for linear in linears]
     found = []
     for linear in linears:
         outputs = [product(x, part.prepared, Extras(part.bias, norm)) for part in linear.parts]
@@ -197,13 +197,9 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
     return x.add_(linear(rows)) if part is None else product(rows, part.prepared, Extras(part.bias, residual=x), out=x)
 
 
-def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else norm_of(x, norm)
-
-
 def _centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
     """The input of a product and the norm that it can fuse: a LayerNorm is a launch of its own."""
-    return (x, norm) if norm is None or norm.bias is None else (norm_of(x, norm), None)
+    return (x, norm) if norm is None or norm.bias is None else (normed(x, norm), None)
 
 
 def only_part(linear: Linear, x: Tensor) -> LinearPart | None:

@@ -183,6 +183,7 @@ def _in_pairs(facts: OpFacts) -> bool:
 
 
 RECURRENT = {"causal_conv": 3, "delta_rule": 5, "state_space": 5}  # op -> index of the state argument it modifies
+MODIFIED = {"choose_blocks": 0}  # op -> index of an argument that it uses up
 
 
 def _own(part: Any, is_state: bool) -> Any:
@@ -201,7 +202,7 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     def differs(arguments: tuple[Any, ...]) -> str:
         with torch.inference_mode():
             kept = RECURRENT.get(op)
-            modified = 0 if op == "choose_blocks" else kept
+            modified = MODIFIED.get(op, kept)
             ours, theirs = ([_own(part, at == modified) for at, part in enumerate(arguments)] for _ in range(2))
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:

@@ -48,7 +48,8 @@ def mentioned(text: str) -> list[Document]:
 
 def missing(text: str) -> str:
     """A notice about what `@path` in a message seems to name, by its ending, and that is not there; "" for none."""
-    names = [clean_line(word) for word in _words(text) if mimetypes.guess_type(word)[0] and not _is_there(word)]
+    known = mimetypes.MimeTypes()  # without the system's table, where .com is a program
+    names = [clean_line(word) for word in _words(text) if known.guess_type(word)[0] and not _is_there(word)]
     if not names:
         return ""
     words = "no such file: {}; the name is sent as text" if len(names) == 1 else "no such files: {}; sent as text"

@@ -16,8 +16,6 @@ from .layers import LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # the same in all models; omitted in old files
-
-
 DEFAULTS = {
     "vocab_size": 256_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 26, "max_position_embeddings": 8192, "sliding_window": WINDOW,

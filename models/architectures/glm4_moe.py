@@ -48,9 +48,8 @@ class Glm4Moe(Architecture):
         "dots1": {
             "vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62,
             "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
-            "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 0, "norm_topk_prob": False, "use_qk_norm": True, "sliding_window": 4096,
-            "max_window_layers": 62,
+            "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "norm_topk_prob": False, "use_qk_norm": True,
+            "sliding_window": 4096, "max_window_layers": 62,
         },
     }  # fmt: skip
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}

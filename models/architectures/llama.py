@@ -18,6 +18,10 @@ from .pixtral_vision import row_vision, with_rows
 SIZES = {
     "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
 }  # fmt: skip
+MISTRAL = {
+    **SIZES, "intermediate_size": 14_336, "max_position_embeddings": 131_072, "sliding_window": 4096,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 CWM_ROPE = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
@@ -37,12 +41,8 @@ class Llama(Architecture):
     label = "Llama 2 and 3, SmolLM2, Mistral, Ministral, InternLM3, IQuest-Coder, CWM"
     hf_types = {
         "llama": SIZES | {"intermediate_size": 11_008, "max_position_embeddings": 2048},
-        "mistral": SIZES
-        | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
-        | {"sliding_window": 4096, "num_key_value_heads": 8},
-        "ministral": SIZES
-        | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
-        | {"sliding_window": 4096, "num_key_value_heads": 8},
+        "mistral": MISTRAL,
+        "ministral": MISTRAL,
         "cwm": {"vocab_size": 128_256, "hidden_size": 6144, "intermediate_size": 21_504, "num_hidden_layers": 64}
         | {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072}
         | {"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_parameters": CWM_ROPE},

@@ -35,15 +35,15 @@ class Nemotron(Architecture):
         stated = config.keys.text("hidden_act", ACTIVATION)
         if stated != ACTIVATION:
             raise config.keys.fail("hidden_act", f"is {stated[:60]!r}; {ACTIVATION} is supported")
-        layers, context = _layers(config, *config.rope())
-        return config.facts(layers, context, norm_offset=1.0)
+        rope, context = config.rope()
+        return config.facts(_layers(config, rope), context, norm_offset=1.0)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         eps = config.keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, EPS)
-        layers, context = _layers(config, *config.rope())
-        return config.facts(layers, context, eps=EPS, rms_norm_eps=eps)
+        rope, context = config.rope()
+        return config.facts(_layers(config, rope), context, eps=EPS, rms_norm_eps=eps)
 
 
-def _layers(config: Config, rope: RopeFacts, context: int) -> tuple[tuple[LayerFacts, ...], int]:
-    layer = LayerFacts(config.attention(rope), replace(config.dense(ACTIVATION), gated=False), NORMS)
-    return (layer,) * config.num_layers, context
+def _layers(config: Config, rope: RopeFacts) -> tuple[LayerFacts, ...]:
+    dense = replace(config.dense(ACTIVATION), gated=False)
+    return (LayerFacts(config.attention(rope), dense, NORMS),) * config.num_layers

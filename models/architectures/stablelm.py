@@ -35,18 +35,18 @@ class StableLm(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         if config.keys.flag("qk_layernorm"):
             raise config.unsupported(f"{config.source} with {HEAD_NORMS}")
-        layer = _layer(config, config.rope()[0], config.activation(), config.keys.flag("use_parallel_residual"))
-        return config.facts((layer,) * config.num_layers, config.rope()[1])
+        rope, context = config.rope()
+        return config.facts(_layers(config, rope, config.activation()), context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         if config.stores("self_attn.q_norm.weight"):
             raise config.unsupported(f"{config.source} with {HEAD_NORMS}")
         eps = config.keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, EPS)
         rope, context = config.rope()
-        layer = _layer(config, rope, "silu", config.keys.flag("use_parallel_residual"))
-        return config.facts((layer,) * config.num_layers, context, eps=EPS, rms_norm_eps=eps)
+        return config.facts(_layers(config, rope, "silu"), context, eps=EPS, rms_norm_eps=eps)
 
 
-def _layer(config: Config, rope: RopeFacts, act: str, parallel: bool) -> LayerFacts:
+def _layers(config: Config, rope: RopeFacts, act: str) -> tuple[LayerFacts, ...]:
+    parallel = config.keys.flag("use_parallel_residual")
     norms = replace(NORMS, before_ffn="input_layernorm") if parallel else NORMS
-    return LayerFacts(config.attention(rope), config.dense(act), norms, parallel=parallel)
+    return (LayerFacts(config.attention(rope), config.dense(act), norms, parallel=parallel),) * config.num_layers

@@ -39,7 +39,7 @@ def test_what_is_mentioned() -> None:
 
 def test_a_file_that_is_not_there_is_told() -> None:
     """By its ending: not a name, a decorator or an address."""
-    assert missing("see @note.txt, @src/ and (@nobody) @pytest.mark.slow @app.get('/') me@here.txt") == ""
+    assert missing("see @note.txt, @src/ and (@nobody) @pytest.mark.slow @app.get('/') me@here.txt @a.com") == ""
     assert missing("what is @cat.png?") == "no such file: cat.png; the name is sent as text"
     assert missing("compare @a.py, @b/c.csv and @a.py") == "no such files: a.py, b/c.csv; sent as text"
     assert missing("@" + "x" * 5000 + ".txt \0@\0.txt").startswith("no such file")
