@@ -22,6 +22,7 @@ from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4, ExaoneMoe
 from .facts import ModelFacts
+from .flint import Flint
 from .gemma import Gemma
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
@@ -127,6 +128,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Afmoe(),
     Laguna(),
     Kolibri1(),
+    Flint(),
     Step3p5(),
     Cohere(),
     Cohere2(),

@@ -60,7 +60,7 @@ LAGUNA_ROPE = {
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
 # whose files name tensors differently than the modules of transformers
-RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "hy_v3", "kolibri1", "exaone_moe", "step3p7")
+RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "hy_v3", "kolibri1", "exaone_moe", "step3p7", "flint")
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
@@ -442,6 +442,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "kolibri1",
         {"hidden_size": 42, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3, "sliding_window": 11}
         | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "norm_topk_prob": True},
+    ),
+    "flint": (
+        "flint",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "sliding_window": 11}
+        | {"num_hidden_layers": 5},
     ),
     "step": (
         "step3p7",
