@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .layer_weights import ExpertsWeights, Linear, LinearPart
 from .recurrent import sigmoid
+from .reference import relu2, silu_clamped
 
 SIGMOID_SLOPE = 1.702  # alpha of swiglu_oai
 FEW_PAIRS = 32  # up to this many (token, expert) pairs, a GPU multiplies each pair separately; not measured
@@ -80,6 +81,14 @@ def swiglu_oai(gate_up: Tensor, limit: float | None = None) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
+
+
+# activations besides the ops, by the names in `ExpertsWeights`
+OTHER_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "silu_clamped": silu_clamped,
+    "swiglu_oai": swiglu_oai,
+    "relu2": relu2,
+}
 
 
 def limited(activate: Callable[..., Tensor], limit: float | None) -> Callable[[Tensor], Tensor]:

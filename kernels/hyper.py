@@ -1,7 +1,11 @@
-"""Hyper-connections and n-gram embeddings (Qwen3.8-Flash-Next): a token has several residual streams, side by side.
+"""Hyper-connections and n-gram embeddings: a token has several residual streams, side by side.
 
-A block reads a mean of the normed streams, gated value by value, and its output is added to every stream, multiplied by
-a gain per token and stream. Plain PyTorch. Batch-invariant: sums run within a row, over streams in their order.
+Qwen3.8-Flash-Next   a block reads a mean of the normed streams, gated value by value, and its output is added to every
+                     stream, multiplied by a gain per token and stream
+GLM-5.3 Flash (mHC)  a block reads a weighted sum of the streams; afterwards a doubly stochastic matrix mixes these, and
+                     the output is added to each, multiplied by a gain; all weights depend on the token
+
+Plain PyTorch. Batch-invariant: sums run within a row, over streams in their order.
 """
 
 from __future__ import annotations
@@ -11,26 +15,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .layer_weights import HyperWeights, NGramWeights, Norm
+from .layer_weights import HyperWeights, MixedWeights, NGramWeights, Norm
 from .recurrent import sigmoid
 from .state_slots import StateSlots
 
 SMALLEST = 1e-6  # lower bound of a gate's absolute value before its root is taken, as in transformers
 
 
-def widened(x: Tensor, weights: HyperWeights) -> Tensor:
+def widened(x: Tensor, weights: HyperWeights | MixedWeights) -> Tensor:
     """The streams before the first layer, all equal: [num_tokens, hidden] -> [num_tokens, count * hidden].
 
     Streams [num_tokens, count * hidden] are returned unchanged.
     """
-    return x if x.shape[1] == weights.norm.weight.shape[0] else x.repeat(1, weights.count)
+    return x if x.shape[1] == weights.wide else x.repeat(1, weights.count)
 
 
-def hyper_in(rms_norm: Callable[..., Tensor], x: Tensor, weights: HyperWeights) -> tuple[Tensor, Tensor]:
-    """A block's input [num_tokens, hidden], and the gains of its output: float32 [num_tokens, count].
+def hyper_in(rms_norm: Callable[..., Tensor], x: Tensor, weights: HyperWeights | MixedWeights) -> tuple[Tensor, Tensor]:
+    """A block's input [num_tokens, hidden], and the gains of its output: float32 [num_tokens, count], with
+    `MixedWeights` [num_tokens, count + count²], followed by the matrix that mixes the streams.
 
     x   streams [num_tokens, count * hidden]
     """
+    if isinstance(weights, MixedWeights):
+        return _mixed_in(x, weights)
     count, rank = weights.count, weights.rank
     normed = _normed(rms_norm, x, weights.norm, count)
     low = weights.down(normed).float().mul_(1 / count)
@@ -43,11 +50,55 @@ def hyper_in(rms_norm: Callable[..., Tensor], x: Tensor, weights: HyperWeights) 
     return mixed.mul_(1 / count).to(x.dtype), gains
 
 
+def _mixed_in(x: Tensor, weights: MixedWeights) -> tuple[Tensor, Tensor]:
+    count, streams = weights.count, x.float()
+    size = streams.pow(2).mean(-1, keepdim=True).add_(weights.norm_eps).rsqrt_()
+    made = torch.stack([weights.fn @ row for row in streams]) if len(x) else streams[:, : len(weights.base)]
+    before, after, matrix = (
+        part.mul(scale).add_(base)
+        for part, scale, base in zip(
+            (made * size).split([count, count, count**2], -1),
+            weights.scale,
+            weights.base.split([count, count, count**2]),
+            strict=True,
+        )
+    )
+    matrix = matrix.unflatten(-1, (count, count)).softmax(-1).add_(weights.eps)
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + weights.eps)
+    for _ in range(weights.rounds - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + weights.eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + weights.eps)
+    before, parts = sigmoid(before).add_(weights.eps).unsqueeze(-1), streams.unflatten(-1, (count, -1))
+    mixed = parts[:, 0] * before[:, 0]
+    for stream in range(1, count):
+        mixed = mixed + parts[:, stream] * before[:, stream]
+    return mixed.to(x.dtype), torch.cat([sigmoid(after).mul_(2.0), matrix.flatten(1)], -1)
+
+
 def hyper_out(x: Tensor, output: Tensor, gains: Tensor) -> Tensor:
-    """x plus a block's output [num_tokens, hidden] times the gain of each stream, in place."""
-    streams = x.unflatten(-1, (gains.shape[1], -1))
-    streams += (output.float().unsqueeze(1) * gains.unsqueeze(-1)).to(x.dtype)
-    return x
+    """The streams x after a block, in place: x or its mixture, plus the block's output [num_tokens, hidden] times the
+    gain of each stream.
+
+    gains   as from `hyper_in`: entry (i, j) of the matrix weighs stream i in what stream j becomes
+    """
+    count = x.shape[1] // output.shape[1]
+    streams, added = x.unflatten(-1, (count, -1)), output.float().unsqueeze(1) * gains[:, :count].unsqueeze(-1)
+    if gains.shape[1] == count:
+        streams += added.to(x.dtype)
+        return x
+    matrix = gains[:, count:].unflatten(-1, (count, count, 1))
+    for stream in range(count):
+        added += streams[:, stream].float().unsqueeze(1) * matrix[:, stream]
+    return x.copy_(added.flatten(1))
+
+
+def mean_stream(x: Tensor, count: int) -> Tensor:
+    """The mean of the streams: [num_tokens, count * hidden] -> [num_tokens, hidden]."""
+    parts = x.unflatten(-1, (count, -1)).float()
+    total = parts[:, 0]
+    for stream in range(1, count):
+        total = total + parts[:, stream]
+    return total.mul_(1 / count).to(x.dtype)
 
 
 def ngrams(

@@ -32,7 +32,8 @@ class KVPages(NamedTuple):
     k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above; v may be narrower
     k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] if the checkpoint has one scale per layer
                         (fp8 only); None for formats without scales
-    index_keys          float32 or bfloat16 [num_pages, page_size, dim]: index keys of the tokens, if there is an index
+    index_keys          float32 or bfloat16 [num_pages, page_size, dim]: index keys of the tokens, if there is an index;
+                        [..., 2 dim] with the logits of their weights in a pooled index
     block_keys          the same type [num_pages, page_size / ratio, dim]: those of whole blocks of `ratio` tokens
     """
 
@@ -45,12 +46,20 @@ class KVPages(NamedTuple):
 
     @classmethod
     def empty(
-        cls, kv_format: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, value_dim: int = 0
+        cls,
+        kv_format: str,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        value_dim: int | None = None,
     ) -> KVPages:
-        """Zeros on the CPU, with per-token, per-head scales if the format has scales. `value_dim` 0 means head_dim."""
+        """Zeros on the CPU, with scales per token and head if the format has scales; `value_dim` None: head_dim."""
         rows, dtype = (num_pages, num_kv_heads, page_size), KV_DTYPES[kv_format]
         scales = [torch.zeros(rows) for _ in range(2)] if kv_format in SCALED_FORMATS else [None, None]
-        k, v = (torch.zeros((*rows, dim), dtype=dtype) for dim in (head_dim, value_dim or head_dim))
+        k, v = (
+            torch.zeros((*rows, dim), dtype=dtype) for dim in (head_dim, head_dim if value_dim is None else value_dim)
+        )
         return cls(k, v, *scales)
 
     @property

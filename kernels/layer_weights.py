@@ -176,6 +176,32 @@ class HyperWeights:
     rank: int  # values between both matrices
     final: HyperWeights | None = None  # after the last block: reduces the streams to one vector
 
+    @property
+    def wide(self) -> int:
+        """Elements of all streams."""
+        return self.norm.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedWeights:
+    """Manifold-constrained hyper-connections (mHC) around a block: see `hyper`. Its segments return its output alone
+    instead of adding it to x.
+    """
+
+    count: int  # residual streams
+    fn: Tensor  # float32 [(2 + count) · count, count · hidden]
+    base: Tensor  # float32 [(2 + count) · count]
+    scale: Tensor  # float32 [3]: of the weights before the block, of those of its output, and of the matrix
+    rounds: int  # of normalizing rows and columns of the matrix
+    eps: float  # added to weights and sums
+    norm_eps: float  # of the norm of all streams together
+    last: bool = False  # the model's output is the mean of the streams after this block
+
+    @property
+    def wide(self) -> int:
+        """Elements of all streams."""
+        return self.fn.shape[1]
+
 
 @dataclass(frozen=True, slots=True)
 class NGramWeights:
@@ -203,6 +229,11 @@ class IndexWeights:
     back: Tensor  # float32 [2, rotated / 2]: cosines and sines by which a rotation goes back ratio - 1 positions
 
     @property
+    def kept(self) -> tuple[int, int, int]:
+        """(elements per token, elements of a block's key, tokens of a block) in its pages."""
+        return self.dim, self.dim, self.ratio
+
+    @property
     def reach(self) -> int:
         """The longest sequence in which every query sees all tokens before it."""
         return (self.top + 1) * self.ratio - 1
@@ -212,6 +243,31 @@ class IndexWeights:
         """`linear` without the queries, if the file has them apart: its last `dim` outputs are the key."""
         last = self.linear.parts[-1]
         return Linear((last,)) if last.shape[0] == self.dim else self.linear
+
+
+@dataclass(frozen=True, slots=True)
+class PooledWeights:
+    """Weights of the index of one latent attention layer: see `token_index`."""
+
+    keys: Linear  # rows: the key of a token, then the logits of its weights in its block, per channel
+    k_norm: Norm  # a LayerNorm over keys, before they are stored
+    places: Tensor  # float32 [ratio, dim]: added to the logits of each of a block's tokens
+    q_up: Linear  # query latent -> all index queries
+    shares: Linear  # weights of the index heads
+    num_heads: int
+    dim: int
+    ratio: int  # tokens of a block
+    top: int  # blocks that a query sees
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """As in `IndexWeights`."""
+        return 2 * self.dim, self.dim, self.ratio
+
+    @property
+    def reach(self) -> int:
+        """The longest sequence in which every query sees all tokens before it."""
+        return (self.top + 1) * self.ratio - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +291,8 @@ class LatentWeights:
     gated: bool = False  # one gate per head, whose sigmoid multiplies the head's output
     stacked: tuple[LinearPart, LinearPart] | None = None  # `k_up` and `v_up` as one part each, where layouts allow it
     join: Join | None = None  # for `out`, with tensor parallelism
+    hyper: MixedWeights | None = None  # see `MixedWeights`
+    index: PooledWeights | None = None  # sparse attention, see `token_index`
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -265,7 +323,7 @@ class DeltaWeights:
     a_up: Linear | None = None  # the last rows of `ba` -> a
     z_up: Linear | None = None  # the last rows of `qkvz` -> z
     join: Join | None = None  # for `out`, with tensor parallelism
-    hyper: HyperWeights | None = None  # see `HyperWeights`
+    hyper: HyperWeights | MixedWeights | None = None  # see `HyperWeights`
     ngrams: NGramWeights | None = None  # applied before this layer
 
 
@@ -322,7 +380,7 @@ class MlpWeights:
     norm: Norm | None  # None: no input norm
     gate_up: Linear  # rows: gate, then up; only up if there is no gate
     down: Linear
-    activation: str  # silu | gelu_tanh | gelu_erf | gelu | relu2 | xielu
+    activation: str  # silu | silu_clamped | gelu_tanh | gelu_erf | gelu | relu2 | xielu
     post_norm: Norm | None = None
     sum_norm: Norm | None = None  # on the residual stream after the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
@@ -330,6 +388,8 @@ class MlpWeights:
     join: Join | None = None  # for `down`, with tensor parallelism
     cut: float | None = None  # activation sparsity: threshold in standard deviations, see `segments.thinned`
     curve: tuple[float, float, float, float] | None = None  # for xielu: see `reference.xielu`
+    limit: float | None = None  # as in `ExpertsWeights`
+    hyper: MixedWeights | None = None  # see `MixedWeights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +412,7 @@ class ExpertsWeights:
     down: tuple[Linear, ...]
     top_k: int
     router_kind: str  # softmax | softmax_topk | sigmoid | sigmoid_topk
-    activation: str  # silu | gelu_tanh | swiglu_oai | relu2
+    activation: str  # silu | silu_clamped | gelu_tanh | swiglu_oai | relu2
     renormalise: bool = True
     scale: float = 1.0  # multiplies the router's expert weights
     choice_bias: Tensor | None = None  # float32 [num_experts], added to scores for selection only
@@ -376,7 +436,7 @@ class ExpertsWeights:
     # `gate_up` and `down` of all experts as one part each, if their weights are contiguous
     stacked: tuple[LinearPart, LinearPart] | None = None
     share_inputs: bool = False  # expert weights multiply the inputs instead of the outputs
-    hyper: HyperWeights | None = None  # see `HyperWeights`
+    hyper: HyperWeights | MixedWeights | None = None  # see `HyperWeights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +460,7 @@ FUSED_ATTENTION = frozenset(
 FUSED_LATENT = frozenset(
     (
         *("norm", "qkv", "q_up", "q_norm", "kv_norm", "k_up", "v_up", "out", "rank", "turned", "scale"),
-        *("interleaved", "post_norm", "temperature", "gated"),
+        *("interleaved", "post_norm", "temperature", "gated", "hyper", "index"),
     )
 )
 FUSED_DELTA = frozenset(
@@ -417,7 +477,7 @@ FUSED_MAMBA = frozenset(
         *("num_heads", "head_dim", "num_groups", "state_size", "steps"),
     )
 )
-FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
+FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm", "limit", "hyper"))
 FUSED_EXPERTS = frozenset(
     (
         *("norm", "router", "gate_up", "down", "top_k", "router_kind", "activation", "renormalise", "scale"),
@@ -469,7 +529,7 @@ def nbytes_of(weights: Any) -> int:
 
 
 # weights within those of a block that have linear layers of their own
-PARTS = (InputWeights, StreamWeights, HyperWeights, NGramWeights, IndexWeights)
+PARTS = (InputWeights, StreamWeights, HyperWeights, MixedWeights, NGramWeights, IndexWeights, PooledWeights)
 MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights | MambaWeights
 FeedForwardWeights = MlpWeights | ExpertsWeights
 LayerCache = KVPages | StateSlots | None  # None: layer without a mixer

@@ -163,6 +163,8 @@ def latent_attention(
 ) -> Tensor:
     """x + out(latent attention of norm(x), times sigmoid(gate) for gated heads): [num_tokens, hidden], in place.
 
+    With hyper-connections x is not added.
+
     Absorbed form, without materializing keys and values: `k_up` maps a head's query into latent space, and `v_up` maps
     the weighted sum of latents to the head's output. Prefill and decode therefore sum in the same order.
     """
@@ -190,7 +192,7 @@ def latent_attention(
     if factors is not None:
         values = (values.unflatten(-1, (heads, -1)) * factors.unsqueeze(-1)).flatten(1)
     output = product(weights.out, values, weights.join)
-    return add_output(rms_norm, x, output, weights.post_norm)
+    return output if weights.hyper is not None else add_output(rms_norm, x, output, weights.post_norm)
 
 
 def gated_delta(

@@ -115,6 +115,17 @@ def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     return _clamped_mul(gate / torch.neg(gate).exp_().add_(1.0), up, limit).to(gate_up.dtype)
 
 
+def silu_clamped(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """silu(gate) · up: [num_tokens, 2 · intermediate] (gate first) -> half the width.
+
+    limit    clamps gate from above, and up on both sides, before that
+    """
+    if limit is None:
+        return silu_mul(gate_up)
+    gate, up = gate_up.float().chunk(2, -1)
+    return silu_mul(torch.cat([gate.clamp(max=limit), up.clamp(-limit, limit)], -1)).to(gate_up.dtype)
+
+
 def gelu_tanh_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """gelu(gate) · up with gelu(g) = g/2 · (1 + tanh(sqrt(2/π) · (g + 0.044715 g³))).
 
@@ -149,7 +160,7 @@ def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None
         (hadamard(k) if kv_format == "int8" else k, pages.k, pages.k_scales),
         (v, pages.v, pages.v_scales),
     ):
-        if scales is None:
+        if scales is None or not cache.shape[3]:
             cache[page, :, offset] = x.to(cache.dtype)
             continue
         of_layer = scales.dim() == 1
@@ -212,12 +223,14 @@ def latent_attention(
     the latents (`hadamard`), and the weighted sum is rotated back.
 
     q             [num_tokens, num_heads, rank + turned]   f32 | bf16 | f16, after RoPE; turned = RoPE dimensions
-    pages         k: latents, v: RoPE parts of the keys; one head; include this step's tokens
+    pages         k: latents, v: RoPE parts of the keys, maybe without elements; one head; include this step's tokens
     block_table, cu_query_lens, seq_lens                   as in `paged_attention`
     returns       [num_tokens, num_heads, rank]            dtype of q
     """
     rank, rotates = pages.k.shape[3], pages.format == "int8"
     queries = torch.cat([hadamard(q[..., :rank]), q[..., rank:]], -1) if rotates else q
+    if q.shape[2] == rank:  # no part of a key is rotated, so that keys are values
+        pages = pages._replace(v=pages.k, v_scales=pages.k_scales)
     out = q.new_empty((*q.shape[:2], rank))
     for rows, index, position, _ in _pieces(cu_query_lens, seq_lens, None, (q.shape[1], 1)):
         mixed = _attend(queries[rows], pages, block_table[index], position, None, scale, None, None, None)

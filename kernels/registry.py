@@ -12,7 +12,7 @@ from typing import Any
 
 # the ops that segments are composed of, besides `linear`
 RECURRENT = ("causal_conv", "delta_rule", "state_space")  # carry state between steps
-SPARSE = ("index_write", "index_scores", "choose_blocks")
+SPARSE = ("index_write", "index_pool", "index_scores", "choose_blocks")
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *SPARSE, *RECURRENT)
 # in dependency order: a segment comes after the ones it calls
 MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")

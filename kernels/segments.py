@@ -32,8 +32,8 @@ from torch import Tensor
 
 from . import recurrent, reference, sparse
 from .embedding import Embedding
-from .experts import mixture, shared, swiglu_oai
-from .hyper import hyper_in, hyper_out, ngrams, widened
+from .experts import OTHER_ACTIVATIONS, limited, mixture, shared
+from .hyper import hyper_in, hyper_out, mean_stream, ngrams, widened
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
@@ -46,6 +46,7 @@ from .layer_weights import (
     LayerCache,
     LayerCall,
     MambaWeights,
+    MixedWeights,
     MlpWeights,
     Stepped,
     StreamWeights,
@@ -65,7 +66,7 @@ from .mixers import (
 )
 from .registry import OPS, RECURRENT, SEGMENTS, SPARSE
 from .streams import joined, let_in, moments, narrowed, streams_in, streams_out
-from .token_index import Chosen, sparse_attention, token_index
+from .token_index import Chosen, sparse_attention, sparse_latent, token_index
 
 # weights of a recurrent mixer -> its segment
 STATEFUL = {DeltaWeights: "gated_delta", ConvWeights: "short_conv", MambaWeights: "mamba"}
@@ -108,17 +109,23 @@ def mlp(
     x: Tensor,
     weights: MlpWeights,
 ) -> Tensor:
-    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
+    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place.
+
+    With hyper-connections x is not added.
+    """
     plain: dict[str, Callable[..., Tensor]] = {
+        "silu_clamped": reference.silu_clamped,
         "gelu": reference.gelu,
         "gelu_erf": reference.gelu_mul,
         "relu2": reference.relu2,
     }
     if weights.curve is not None:
         plain["xielu"] = partial(reference.xielu, curve=weights.curve)
-    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
+    activated = limited({"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation], weights.limit)
     normed = norm_rows(rms_norm, x, weights.norm)  # stays alive to the end; the memory plan counts it
     out = product(weights.down, activated(thinned(weights.gate_up(normed), weights.cut)), weights.join)
+    if weights.hyper is not None:
+        return out
     x = norm_rows(rms_norm, add_output(rms_norm, x, out, weights.post_norm), weights.sum_norm)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
@@ -150,8 +157,7 @@ def experts(
 
     mix   replacement for `experts.mixture`
     """
-    plain: dict[str, Callable[..., Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
-    activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
+    activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
     activate, own = activations[weights.activation], weights.apart
     normed = norm_rows(rms_norm, x, weights.norm)
 
@@ -233,11 +239,14 @@ def decoder(
     def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
         if ffn is None:
             return x
-        if isinstance(ffn, ExpertsWeights) and ffn.hyper is not None:
+        feed = experts if isinstance(ffn, ExpertsWeights) else mlp
+        if ffn.hyper is not None:
             mixed, gains = hyper_in(x, ffn.hyper)
-            x = hyper_out(x, experts(mixed, ffn), gains)
+            x = hyper_out(x, feed(mixed, ffn), gains)
+            if isinstance(ffn.hyper, MixedWeights):
+                return mean_stream(x, ffn.hyper.count) if ffn.hyper.last else x
             return x if ffn.hyper.final is None else hyper_in(x, ffn.hyper.final)[0]
-        x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
+        x = feed(x, ffn)
         if ffn.input is None:
             return x
         assert inputs is not None
@@ -261,7 +270,7 @@ def decoder(
             where = block_table, cu_query_lens, seq_lens
             chosen = None
             if weights.index is not None:
-                chosen = token_index(x, weights.index, of_layer, views[view], cu_query_lens, seq_lens)
+                chosen = token_index(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
             q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
             if rows is not None and rows.shape[0] == 0:
                 return x[:0]
@@ -282,7 +291,9 @@ def decoder(
                 continue
         else:
             if isinstance(weights, LatentWeights):
-                x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
+                where = of_layer, views[view], cu_query_lens, seq_lens
+                chosen = None if weights.index is None else token_index(x, weights, *where)
+                x = sparse_latent(latent_attention, x, weights, *where, chosen)
             elif weights is not None:
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             if hyper is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,35 +32,82 @@ def index_write(
     cos, sin  float32 [num_tokens, half]
     back      float32 [2, half]: see `IndexWeights`
     """
+    found = _stored(keys, pages, slot_mapping)
+    if found is None:
+        return
+    tokens, last = found.tokens, found.last
+    total = tokens[:, 0]
+    for token in range(1, tokens.shape[1]):
+        total = total + tokens[:, token]
+    mean = rms_norm(total.mul_(1 / tokens.shape[1]), norm.weight, norm.eps)
+    # the rotation of a block's first token, by the angle of its last one minus that of ratio - 1 positions
+    c, s = cos[last], sin[last]
+    first = c * back[0] + s * back[1], s * back[0] - c * back[1]
+    found.write(rope(mean.unsqueeze(1), *first, False).squeeze(1))
+
+
+def index_pool(keys: Tensor, places: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
+    """Write the index keys of a step's tokens and the logits of their weights, and the keys of the blocks that they
+    complete: per channel, the mean of the tokens' keys, weighted by the softmax of logits + places.
+
+    keys    [num_tokens, 2 dim]: the key, then the logits; may be strided
+    places  float32 [ratio, dim]
+    """
+    found = _stored(keys, pages, slot_mapping)
+    if found is None:
+        return
+    key, logits = found.tokens.chunk(2, -1)
+    logits = logits + places
+    most = logits.amax(1)
+    total, weights = torch.zeros_like(most), torch.zeros_like(most)
+    for token in range(key.shape[1]):
+        share = (logits[:, token] - most).exp_()
+        total, weights = total + share * key[:, token], weights + share
+    found.write(total.div_(weights))
+
+
+class _Stored(NamedTuple):
+    """The blocks that a step may have completed.
+
+    tokens  float32 [count, ratio, ...]: what is stored of their tokens
+    last    int64 [count]: the token of the step that is their last one
+    at      int64 [count]: where their keys are in `blocks`
+    done    bool [count, 1]: whether the step has completed them; None for all
+    """
+
+    tokens: Tensor
+    last: Tensor
+    at: Tensor
+    done: Tensor | None
+    blocks: Tensor
+
+    def write(self, keys: Tensor) -> None:
+        keys, at = keys.to(self.blocks.dtype), self.at
+        self.blocks[at] = keys if self.done is None else torch.where(self.done, keys, self.blocks[at])
+
+
+def _stored(keys: Tensor, pages: KVPages, slot_mapping: Tensor) -> _Stored | None:
+    """Store what tokens keep; None if the step is known to complete no block."""
     assert pages.index_keys is not None and pages.block_keys is not None
-    dim, ratio = keys.shape[1], pages.index_keys.shape[1] // pages.block_keys.shape[1]
-    stored, blocks = pages.index_keys.view(-1, dim), pages.block_keys.view(-1, dim)
+    ratio = pages.index_keys.shape[1] // pages.block_keys.shape[1]
+    stored, blocks = pages.index_keys.view(-1, keys.shape[1]), pages.block_keys.view(-1, pages.block_keys.shape[2])
     stored[slot_mapping] = keys.to(stored.dtype)
     ends = slot_mapping // ratio * ratio + (ratio - 1)
     last, done = torch.arange(len(keys), device=keys.device), None
     if reads_back(keys):
         last = (slot_mapping == ends).nonzero().flatten()
         if not last.numel():
-            return
+            return None
         ends = ends[last]
     else:  # all tokens of a block write its key: the same one, or what it was before if the step does not complete it
         last = (last + ends - slot_mapping).clamp_(max=len(keys) - 1)
         done = (slot_mapping[last] == ends).unsqueeze(1)
-    block = stored[ends.unsqueeze(1) + torch.arange(1 - ratio, 1, device=ends.device)].float()
-    total = block[:, 0]
-    for token in range(1, ratio):
-        total = total + block[:, token]
-    mean = rms_norm(total.mul_(1 / ratio), norm.weight, norm.eps)
-    # the rotation of a block's first token, by the angle of its last one minus that of ratio - 1 positions
-    c, s = cos[last], sin[last]
-    first = c * back[0] + s * back[1], s * back[0] - c * back[1]
-    turned = rope(mean.unsqueeze(1), *first, False).squeeze(1).to(blocks.dtype)
-    at = ends // ratio
-    blocks[at] = turned if done is None else torch.where(done, turned, blocks[at])
+    tokens = stored[ends.unsqueeze(1) + torch.arange(1 - ratio, 1, device=ends.device)].float()
+    return _Stored(tokens, last, ends // ratio, done, blocks)
 
 
-def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> Tensor:
-    """score = sum over heads of relu(q · k), with 0 for NaN, which no choice could order.
+def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
+    """score = sum over heads of relu(q · k), times the head's share, with 0 for NaN, which no choice could order.
 
     Products have the shape of one query and one tile of keys, so that a score depends on neither the other queries nor
     the number of keys; with thousands of keys the last bits of some scores differ otherwise. GPUs compute one product.
@@ -67,11 +116,16 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> 
     keys         [num_keys, dim]             f32 | bf16; with a table [num_pages, blocks of a page, dim]
     block_table  int32 [num_queries, max_pages]: the pages of each query's keys, -1 for none, with scores of 0; may be
                  strided. None: all queries have all keys
+    shares       float32 [num_queries, heads]; None for 1
     returns      [num_queries, number of keys of a query]  float32
     """
     if block_table is not None:
-        pairs = zip(q.split(1), block_table, strict=True)
-        scores = torch.cat([index_scores(query, keys[pages.clamp(min=0)].flatten(0, 1)) for query, pages in pairs])
+        each = [None] * len(q) if shares is None else shares.split(1)
+        found = [
+            index_scores(query, keys[pages.clamp(min=0)].flatten(0, 1), None, share)
+            for query, pages, share in zip(q.split(1), block_table, each, strict=True)
+        ]
+        scores = torch.cat(found)
         return scores.masked_fill_((block_table < 0).repeat_interleave(keys.shape[1], 1), 0.0)
     q, size = q.float(), index_tile(keys)
     scores = torch.zeros(q.shape[0], keys.shape[0], device=q.device)
@@ -83,7 +137,8 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> 
             products = torch.bmm(functional.pad(q, (0, spare)), tile.T.expand(q.shape[0], -1, -1))
         else:
             products = (q.flatten(0, 1) @ tile.T).view(*q.shape[:2], -1)
-        for product in products.relu_()[..., : part.shape[1]].unbind(1):
+        products = products.relu_()[..., : part.shape[1]]
+        for product in (products if shares is None else products.mul_(shares.unsqueeze(-1))).unbind(1):
             part += product
     return scores.masked_fill_(scores.isnan(), 0.0)
 
@@ -98,7 +153,7 @@ def choose_blocks(
 ) -> tuple[Tensor, Tensor]:
     """What queries see: the `top` whole blocks with the highest scores, of equal ones the first, and the tokens after.
 
-    scores       float32 [num_queries, blocks], at least 0, of at least all whole blocks; modified
+    scores       float32 [num_queries, blocks], no NaN, of at least all whole blocks; modified
     block_table  int32 [num_queries, max_pages], may be strided
     seq_lens     int32 [num_queries]: tokens up to the query
     per_page     blocks of a page
@@ -108,7 +163,7 @@ def choose_blocks(
     count, blocks = scores.shape
     whole = (seq_lens.long() // ratio).unsqueeze(1)
     number = torch.arange(blocks, device=scores.device)
-    scores.masked_fill_(number >= whole, -1.0)
+    scores.masked_fill_(number >= whole, float("-inf"))
     least = scores.topk(min(top, blocks), sorted=False).values.amin(1, keepdim=True)
     seen, equal = scores > least, scores == least
     seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))

@@ -38,7 +38,7 @@ class CacheGroup:
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     # layer without a KV cache of its own -> the one of `layers` whose keys and values it reads
     readers: Mapping[int, int] = field(default_factory=dict, hash=False)
-    index: tuple[int, int] | None = None  # `TokenIndex.kept`, if tokens also have an index key
+    index: tuple[int, int, int] | None = None  # `TokenIndex.kept`, if tokens also have an index key
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -179,7 +179,7 @@ class KVCache:
         self.drafting = self._all[count - num_drafting :]  # those of a drafter's layers
 
     def _pages(
-        self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None, index: tuple[int, int] | None
+        self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None, index: tuple[int, int, int] | None
     ) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
         scales: tuple[Tensor | None, ...] = (None, None)
@@ -189,9 +189,9 @@ class KVCache:
             scales = tuple(_zeros(shape[:3], torch.float32, self.device) for shape in shapes)
         if index is None:
             return KVPages(k, v, *scales)
-        dim, ratio = index
+        token, block, ratio = index
         dtype = torch.float32 if self.format == "f32" else torch.bfloat16
-        rows = ((len(k), count, dim) for count in (self.page_size, self.page_size // ratio))
+        rows = ((len(k), self.page_size, token), (len(k), self.page_size // ratio, block))
         return KVPages(k, v, *scales, *(_zeros(shape, dtype, self.device) for shape in rows))
 
     @property

@@ -25,16 +25,18 @@ from localllm.kernels.layer_weights import (
     LatentWeights,
     Linear,
     MambaWeights,
+    MixedWeights,
     MlpWeights,
     Module,
     NGramWeights,
     Norm,
+    PooledWeights,
     StreamWeights,
 )
 from localllm.quant import dequantize
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import APART_NORMS, MIXER, Dense, Experts, Norms
+from .architectures.layers import APART_NORMS, MIXER, Dense, Experts, HyperConnections, MixedConnections, Norms
 from .architectures.mixers import (
     EXPANDED,
     Attention,
@@ -42,6 +44,7 @@ from .architectures.mixers import (
     KimiDelta,
     LatentAttention,
     Mamba2,
+    PooledIndex,
     RopeFacts,
     ShortConv,
     SplitDelta,
@@ -50,6 +53,8 @@ from .architectures.mixers import (
 from .model import DecoderLayer
 from .placement import expert_of, split
 from .reader import Reader
+
+INDEX_EPS = 1e-6  # of the LayerNorm over index keys, in no configuration
 
 
 class LayerReader:
@@ -120,11 +125,11 @@ class LayerReader:
             narrow=tuple(reader.linear("streams", (name,), [square]) for name in facts.narrow) if last else (),
         )
 
-    def hyper(self, block: str) -> HyperWeights | None:
+    def hyper(self, block: str) -> HyperWeights | MixedWeights | None:
         """Read the hyper-connections around a block ("attn" or "mlp"), if there are any."""
         facts, last = self.facts.hyper, self.index == self.reader.facts.num_layers - 1
-        if facts is None:
-            return None
+        if not isinstance(facts, HyperConnections):
+            return self.mixed("ffn" if block == "mlp" else block)
         start, wide = f"{block}_hyper_connection", facts.count * self.hidden
         final = None
         if block == "mlp" and last:
@@ -143,6 +148,23 @@ class LayerReader:
             up=self.linear("hyper_up", f"{start}.input_mix_weight_up"),
             rank=facts.rank,
             final=final,
+        )
+
+    def mixed(self, block: str) -> MixedWeights | None:
+        """Read the manifold-constrained hyper-connections around a block ("attn" or "ffn"), if there are any."""
+        facts, last = self.facts.hyper, self.index == self.reader.facts.num_layers - 1
+        if not isinstance(facts, MixedConnections):
+            return None
+        base, scale = (self.vector(f"hc_{block}_{name}.weight") for name in ("base", "scale"))
+        return MixedWeights(
+            count=facts.count,
+            fn=self.matrix(f"hc_{block}_fn"),
+            base=base,
+            scale=scale,
+            rounds=facts.rounds,
+            eps=facts.eps,
+            norm_eps=self.reader.facts.rms_norm_eps,
+            last=last and block == "ffn",
         )
 
     def ngrams(self) -> NGramWeights | None:
@@ -176,6 +198,24 @@ class LayerReader:
             ratio=facts.ratio,
             top=facts.top,
             back=torch.stack([angles.cos(), angles.sin()]),
+        )
+
+    def pooled_index(self, facts: PooledIndex | None) -> PooledWeights | None:
+        """Read the index of sparse latent attention, if there is one."""
+        if facts is None:
+            return None
+        name = "self_attn.indexer.k_norm"
+        weight, bias = (self.vector(f"{name}.{part}") for part in ("weight", "bias"))
+        return PooledWeights(
+            keys=self.linear("index", *facts.inputs),
+            k_norm=Norm(weight, INDEX_EPS, bias),
+            places=self.vector("self_attn.indexer.index_kpool_compress_ape.weight"),
+            q_up=self.linear("index", "self_attn.indexer.wq_b"),
+            shares=self.linear("router", "self_attn.indexer.weights_proj"),
+            num_heads=facts.num_heads,
+            dim=facts.dim,
+            ratio=facts.ratio,
+            top=facts.top,
         )
 
     def matrix(self, module: str) -> Tensor:
@@ -303,9 +343,6 @@ def _with_file_order(qkv: Linear, facts: Attention) -> Linear:
     return replace(qkv, modules=tuple(map(ordered, qkv.modules)))
 
 
-LATENT_EPS = 1e-6  # of the norms over latents, independent of the model's epsilon
-
-
 def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeights:
     stacks = Stack(facts.num_heads), Stack(facts.num_heads)
     for stack, ups in zip(stacks, _by_head(layer, facts), strict=True):
@@ -314,7 +351,7 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
     (k_up, all_k), (v_up, all_v) = (stack.finished() for stack in stacks)
 
     def norm(name: str, size: int) -> Norm:
-        return replace(layer.norm(name, size), eps=LATENT_EPS)
+        return replace(layer.norm(name, size), eps=facts.eps)
 
     return LatentWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
@@ -332,6 +369,8 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
         post_norm=layer.norm_if(layer.norms.after_mixer),
         temperature=_temperature(layer, facts),
         gated=facts.gated,
+        hyper=layer.mixed("attn"),
+        index=layer.pooled_index(facts.index),
         stacked=None if all_k is None or all_v is None else (all_k, all_v),
     )
 
@@ -408,6 +447,7 @@ def _kimi_delta(layer: LayerReader, facts: KimiDelta) -> DeltaWeights:
         beta_scale=facts.beta_scale,
         a_up=a_up,
         z_up=z_up,
+        hyper=layer.mixed("attn"),
     )
 
 
@@ -456,6 +496,8 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         input=layer.input(),
         cut=facts.cut,
         curve=facts.curve,
+        limit=facts.limit,
+        hyper=layer.mixed("ffn"),
     )
 
 

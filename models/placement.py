@@ -16,10 +16,9 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.kernels import OpFacts
-from localllm.kernels.experts import limited, swiglu_oai
+from localllm.kernels.experts import OTHER_ACTIVATIONS, limited
 from localllm.kernels.host_experts import HostExperts, Product
 from localllm.kernels.layer_weights import ExpertsWeights, Linear
-from localllm.kernels.reference import relu2
 from localllm.kernels.registry import choose
 from localllm.kernels.table import implementations
 
@@ -34,7 +33,6 @@ LOOK_CHOICES = 512  # routing choices of one layer between two checks of expert 
 # swap if the incoming expert's uses exceed MORE times those of the outgoing one plus LEAST_USES
 MORE, LEAST_USES = 1.25, 8.0
 _OPS = {"silu": "silu_mul", "gelu_tanh": "gelu_tanh_mul"}
-_OTHERS: dict[str, Callable[..., Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": relu2}
 
 
 def uniform(facts: ModelFacts, count: int) -> tuple[frozenset[int], ...]:
@@ -71,7 +69,7 @@ def split(
 
 def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], Tensor]:
     """The CPU activation function of an expert. Raises UnsupportedModel if there is none."""
-    activate = _OTHERS.get(weights.activation)
+    activate = OTHER_ACTIVATIONS.get(weights.activation)
     if weights.activation in _OPS:
         activate = choose(implementations(_OPS[weights.activation]), OpFacts(), reader.disabled).impl.run
     if activate is None:

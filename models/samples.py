@@ -12,7 +12,7 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
-from .architectures.mixers import Attention, GatedDelta, Mamba2, Stateful
+from .architectures.mixers import Attention, GatedDelta, Mamba2, Paged, PooledIndex, Stateful
 from .model import DecoderLayer
 
 # layer kinds to test, at least as many as there are types of mixers: a mixed quantization can have a dozen, but their
@@ -46,8 +46,9 @@ def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
     for mixer in (layer.mixer for layer in facts.layers):
         if isinstance(mixer, Stateful):
             found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
-        if isinstance(mixer, Attention) and mixer.index is not None:
-            found.append(("index_scores", (mixer.index.num_heads, mixer.index.dim, mixer.index.ratio)))
+        if isinstance(mixer, Paged) and mixer.index is not None:
+            op = "index_pool" if isinstance(mixer.index, PooledIndex) else "index_scores"
+            found.append((op, (mixer.index.num_heads, mixer.index.dim, mixer.index.ratio)))
         if isinstance(mixer, GatedDelta):
             sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim
             found.append(("delta_rule", (*sizes, int(mixer.tiled), int(mixer.channel_decay))))

@@ -15,16 +15,17 @@ INLINE vf activate(vf g, int gelu)
     return g / (vf_set1(1.0f) + vf_exp(-u));
 }
 
-enum { ACT_SILU, ACT_GELU, ACT_OAI };
+enum { ACT_SILU, ACT_GELU, ACT_OAI, ACT_CLAMPED };
 
-/* act(gate) * up; a limit other than 0 clamps up on both sides and gate from above: with ACT_OAI before the activation, else
- * after it. NaN propagates. */
+/* act(gate) * up; a limit other than 0 clamps up on both sides and gate from above: with ACT_OAI and ACT_CLAMPED (silu) before
+ * the activation, else after it. NaN propagates. */
 INLINE vf gated(vf gate, vf up, int act, float limit)
 {
     const vf most = vf_set1(limit);
     if (limit != 0.0f) up = vf_max(-most, vf_min(most, up));
+    if (act >= ACT_OAI && limit != 0.0f) gate = vf_min(most, gate);
+    if (act == ACT_CLAMPED) return activate(gate, 0) * up;
     if (act == ACT_OAI) {
-        if (limit != 0.0f) gate = vf_min(most, gate);
         return gate / (vf_set1(1.0f) + vf_exp(gate * vf_set1(-OAI_SLOPE))) * (up + vf_set1(1.0f));
     }
     gate = activate(gate, act == ACT_GELU);

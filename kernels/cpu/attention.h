@@ -62,7 +62,7 @@ static void write_row(const ll_attention_args *a, int64_t token, int64_t head, f
         factor = keep / (sum * keep + expf(sink - now));
     }
     for (int64_t d = 0; d < a->pages.dim; d++) out[d] = acc[d] * factor;
-    if (a->turned && a->pages.format == KV_INT8) hadamard(out, a->pages.dim); /* latents are stored rotated */
+    if ((a->turned || a->pages.v == a->pages.k) && a->pages.format == KV_INT8) hadamard(out, a->pages.dim); /* latents are stored rotated */
     if (!a->gated) return;
     const float *gate = a->q + (2 * (token * a->num_heads + head) + 1) * a->pages.dim;
     for (int64_t d = 0; d < a->pages.dim; d += VW) {

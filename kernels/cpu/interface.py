@@ -118,7 +118,8 @@ class CMlpLayer(ctypes.Structure):
     """`ll_mlp_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden intermediate gelu"),
+        *_each(c_int64, "hidden intermediate act alone"),
+        ("limit", c_double),
         *_each(CNorm, "norm post_norm"),
         *_each(CLinear, "gate_up down"),
     ]
@@ -142,7 +143,7 @@ class CLatentLayer(ctypes.Structure):
     """`ll_latent_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads rank turned still value interleaved gated"),
+        *_each(c_int64, "hidden num_heads rank turned still value interleaved gated alone"),
         *_each(CNorm, "norm q_norm kv_norm post_norm"),
         *_each(CLinear, "qkv q_up out"),
         *_each(c_void_p, "k_up v_up"),
@@ -191,6 +192,16 @@ class CHyperLayer(ctypes.Structure):
     """`ll_hyper_layer`."""
 
     _fields_ = [*_each(c_int64, "hidden count rank"), ("norm", CNorm), *_each(CLinear, "down up")]
+
+
+class CMixedLayer(ctypes.Structure):
+    """`ll_mixed_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden count rounds"),
+        *_each(c_double, "eps norm_eps"),
+        *_each(c_void_p, "fn base scale"),
+    ]
 
 
 class CHeadLayer(ctypes.Structure):
@@ -253,6 +264,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_hyper_in": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
     "ll_hyper_out": (None, (*[c_int64] * 3, *[c_void_p] * 3)),
+    "ll_mixed_in": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+    "ll_mixed_out": (None, (*[c_int64] * 3, *[c_void_p] * 3)),
     "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_argmax": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "ll_top": (c_int64, (c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p)),

@@ -10,7 +10,7 @@
 
 typedef struct {
     int64_t hidden, num_heads, rank, turned, still, value, interleaved;
-    int64_t gated; /* `qkv` ends with one gate per head, whose sigmoid multiplies the head's output */
+    int64_t gated, alone; /* `qkv` ends with one gate per head, whose sigmoid multiplies the head's output; x is not added */
     ll_norm norm, q_norm, kv_norm, post_norm;
     ll_linear_op qkv, q_up, out;         /* q_up without parts: absent */
     const ll_linear_op *k_up, *v_up;     /* [num_heads] */
@@ -54,7 +54,7 @@ static void latent_keys(void *arg, int64_t begin, int64_t end, int thread)
         norm_row(latent, l->kv_norm.weight, (float)l->kv_norm.eps, l->rank, kept);
         rope_head(latent + l->rank, r->s->cos + t * half, r->s->sin + t * half, half, l->turned, (int)l->interleaved, key);
         kv_store_key(pages, r->s->cache.slots[t], 0, kept);
-        kv_store_value(&turned, r->s->cache.slots[t], 0, key);
+        if (l->turned) kv_store_value(&turned, r->s->cache.slots[t], 0, key);
         if (l->q_norm.weight) norm_row(row, l->q_norm.weight, (float)l->q_norm.eps, of_q, r->asked + i * of_q);
         else memcpy(r->asked + i * of_q, row, (size_t)of_q * 4);
         for (int64_t d = 0; r->growth && d < of_q; d++) r->asked[i * of_q + d] *= r->growth[t];
@@ -122,6 +122,10 @@ static int latent_attend(const latent_room *r, const ll_attention_args *given)
 {
     ll_attention_args args = *given;
     const int32_t first = (int32_t)r->first, end = (int32_t)(r->first + r->m);
+    if (!r->l->turned) { /* keys are latents alone, like values */
+        args.pages.v = args.pages.k;
+        args.pages.v_scales = args.pages.k_scales;
+    }
     args.q = r->q;
     args.out = r->attended;
     args.cu_query_lens = r->starts;
@@ -153,7 +157,7 @@ static int latent_rows(latent_room *r, const ll_attention_args *given, float *x)
     turn_round(r->apart, r->queries, m, heads, l->value, l->value, 0);
     if (l->gated) run_tokens(gate_heads, r);
     float *spare = (float *)scratch(2, m * l->hidden * 4);
-    return spare ? linear_onto(&l->out, &l->post_norm, 0, r->queries, m, x, spare) : -1;
+    return spare ? linear_onto(&l->out, &l->post_norm, (int)l->alone, r->queries, m, x, spare) : -1;
 }
 
 static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)

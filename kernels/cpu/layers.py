@@ -28,6 +28,7 @@ from ..layer_weights import (
     LatentWeights,
     Linear,
     MambaWeights,
+    MixedWeights,
     MlpWeights,
     Norm,
     has_only,
@@ -45,16 +46,17 @@ from .interface import (
     CLatentLayer,
     CLinear,
     CMambaLayer,
+    CMixedLayer,
     CMlpLayer,
     CNorm,
 )
 from .layout import Prepared
 from .linear import TAKES
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as activate.h numbers them
+_GATED = ("silu", "gelu_tanh", "swiglu_oai", "silu_clamped")  # as activate.h numbers them
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
+MOST_STREAMS = 16  # MIXED_MOST of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk")
 
 
@@ -184,6 +186,7 @@ def latent_layer(w: LatentWeights) -> Layer | None:
         value=w.v_up[0].out_features,
         interleaved=w.interleaved,
         gated=w.gated,
+        alone=w.hyper is not None,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         kv_norm=_norm(w.kv_norm, kept),
@@ -201,13 +204,15 @@ def mlp_layer(w: MlpWeights) -> Layer | None:
     """`ll_mlp_layer`."""
     kept: list[Any] = []
     gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP, "norm")
+    known = w.activation in _GATED and has_only(w, FUSED_MLP, "norm")
     if gate_up is None or down is None or w.norm is None or not known:
         return None
     struct = CMlpLayer(
         hidden=w.norm.weight.shape[0],
         intermediate=gate_up.n // 2,
-        gelu=_ACTIVATIONS[w.activation],
+        act=_GATED.index(w.activation),
+        alone=w.hyper is not None,
+        limit=w.limit or 0.0,
         norm=_norm(w.norm, kept),
         post_norm=_norm(w.post_norm, kept),
         gate_up=gate_up,
@@ -224,7 +229,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
     if any(one.additions is not None for one in given):
         return None
     found = {id(one): packed for one in given if (packed := _linear(one, kept)) is not None}
-    known = w.activation in _EXPERT_ACTIVATIONS and w.router_kind in _ROUTERS and _known(w, FUSED_EXPERTS)
+    known = w.activation in _GATED and w.router_kind in _ROUTERS and _known(w, FUSED_EXPERTS)
     if len(found) < len(given) or not known:
         return None
     count = len(w.down)
@@ -240,7 +245,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         top_k=w.top_k,
         router_kind=_ROUTERS.index(w.router_kind),
         renormalise=w.renormalise,
-        act=_EXPERT_ACTIVATIONS.index(w.activation),
+        act=_GATED.index(w.activation),
         groups=w.groups,
         group_top_k=w.group_top_k,
         share_inputs=w.share_inputs,
@@ -271,6 +276,14 @@ def hyper_layer(w: HyperWeights) -> Layer | None:
     return Layer(CHyperLayer(up.n // w.count, w.count, w.rank, _norm(w.norm, kept), down, up), kept)
 
 
+def mixed_layer(w: MixedWeights) -> Layer | None:
+    """`ll_mixed_layer`."""
+    if w.count > MOST_STREAMS:
+        return None
+    vectors = w.fn.data_ptr(), w.base.data_ptr(), w.scale.data_ptr()
+    return Layer(CMixedLayer(w.wide // w.count, w.count, w.rounds, w.eps, w.norm_eps, *vectors), [])
+
+
 def head_layer(w: HeadWeights) -> Layer | None:
     """`ll_head_layer`."""
     kept: list[Any] = []
@@ -282,9 +295,10 @@ def head_layer(w: HeadWeights) -> Layer | None:
 
 
 def _known(weights: AttentionWeights | DeltaWeights | ExpertsWeights, fused: frozenset[str]) -> bool:
-    """Whether C supports these weights: with an input norm, or with hyper-connections, which have none."""
+    """Whether C supports these weights: with an input norm, or with hyper-connections, some of which have none."""
     layer_norm = "" if isinstance(weights, DeltaWeights) else "norm"
-    return has_only(weights, fused | FUSED_HYPER, layer_norm) and (weights.norm is None) == (weights.hyper is not None)
+    normed = weights.norm is not None or weights.hyper is not None
+    return has_only(weights, fused | FUSED_HYPER, layer_norm) and normed
 
 
 def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:

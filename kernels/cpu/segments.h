@@ -24,7 +24,8 @@ typedef struct {
 } ll_attention_layer;
 
 typedef struct {
-    int64_t hidden, intermediate, gelu;
+    int64_t hidden, intermediate, act, alone; /* alone: x is not added */
+    double limit; /* as in `ll_experts_layer` */
     ll_norm norm, post_norm;
     ll_linear_op gate_up, down;
 } ll_mlp_layer;
@@ -112,14 +113,14 @@ static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, 
         const int64_t rows = m < AT_ONCE ? m : AT_ONCE;
         norm_into(&l->norm, x, rows, l->hidden, normed);
         hint_next(&l->down, m);
-        if (gates(&l->gate_up, rows)) {
-            if (linear_gated(&l->gate_up, normed, rows, (int)l->gelu, acted)) return -1;
+        if (l->act <= ACT_GELU && l->limit == 0.0 && gates(&l->gate_up, rows)) {
+            if (linear_gated(&l->gate_up, normed, rows, (int)l->act, acted)) return -1;
         } else {
             if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
-            activate_all(gate_up, rows, l->intermediate, l->gelu, 0.0, acted);
+            activate_all(gate_up, rows, l->intermediate, l->act, l->limit, acted);
         }
         hint_next(next, m);
-        if (linear_onto(&l->down, &l->post_norm, 0, acted, rows, x, normed)) return -1;
+        if (linear_onto(&l->down, &l->post_norm, (int)l->alone, acted, rows, x, normed)) return -1;
     }
     return 0;
 }

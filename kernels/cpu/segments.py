@@ -34,6 +34,7 @@ from ..layer_weights import (
     LayerCall,
     Linear,
     MambaWeights,
+    MixedWeights,
     MixerWeights,
     MlpWeights,
     Stepped,
@@ -61,6 +62,7 @@ from .interface import (
     slot_fields,
 )
 from .layers import (
+    MOST_STREAMS,
     Layer,
     attention_layer,
     conv_layer,
@@ -70,6 +72,7 @@ from .layers import (
     hyper_layer,
     latent_layer,
     mamba_layer,
+    mixed_layer,
     mlp_layer,
 )
 from .layout import Prepared
@@ -249,16 +252,19 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights)
     return x
 
 
-def hyper_in(composed: Callable[..., Any], x: Tensor, weights: HyperWeights) -> tuple[Tensor, Tensor]:
+def hyper_in(composed: Callable[..., Any], x: Tensor, weights: HyperWeights | MixedWeights) -> tuple[Tensor, Tensor]:
     """`hyper.hyper_in`."""
-    layer = _layer_of(weights.down, weights, hyper_layer)
+    if isinstance(weights, MixedWeights):
+        layer, call, gains = mixed_layer(weights), lib().ll_mixed_in, weights.count * (1 + weights.count)
+    else:
+        layer, call, gains = _layer_of(weights.down, weights, hyper_layer), lib().ll_hyper_in, weights.count
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         found: tuple[Tensor, Tensor] = composed(x, weights)
         return found
     count = x.shape[0]
-    mixed, gains = torch.empty((count, x.shape[1] // weights.count)), torch.empty((count, weights.count))
-    _check(lib().ll_hyper_in(layer.address, x.data_ptr(), count, mixed.data_ptr(), gains.data_ptr()))
-    return mixed, gains
+    made = torch.empty((count, x.shape[1] // weights.count)), torch.empty((count, gains))
+    _check(call(layer.address, x.data_ptr(), count, *(part.data_ptr() for part in made)))
+    return made
 
 
 def hyper_out(composed: Callable[..., Tensor], x: Tensor, output: Tensor, gains: Tensor) -> Tensor:
@@ -266,8 +272,11 @@ def hyper_out(composed: Callable[..., Tensor], x: Tensor, output: Tensor, gains:
     given = (x, output, gains)
     if not all(part.dtype is torch.float32 and part.is_contiguous() for part in given):
         return composed(*given)
-    sizes = output.shape[1], gains.shape[1], x.shape[0]
-    lib().ll_hyper_out(*sizes, output.data_ptr(), gains.data_ptr(), x.data_ptr())
+    count = x.shape[1] // output.shape[1]
+    if count > MOST_STREAMS:
+        return composed(*given)
+    call = lib().ll_hyper_out if gains.shape[1] == count else lib().ll_mixed_out
+    call(output.shape[1], count, x.shape[0], output.data_ptr(), gains.data_ptr(), x.data_ptr())
     return x
 
 

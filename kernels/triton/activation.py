@@ -25,17 +25,19 @@ def gate(x, GELU: tl.constexpr):
 def gated(first, second, GATE: tl.constexpr, LIMIT: tl.constexpr):
     """act(gate) · up in float32. NaN propagates.
 
-    LIMIT clamps up on both sides and the gate from above, before swiglu_oai and after other activations; 0: no limit.
+    LIMIT clamps up on both sides and the gate from above, before swiglu_oai and silu_clamped, after other activations;
+    0: no limit.
     """
+    EARLY: tl.constexpr = (GATE == "swiglu_oai") or (GATE == "silu_clamped")
     if LIMIT > 0.0:
-        if GATE == "swiglu_oai":
+        if EARLY:
             first = tl.where(first > LIMIT, LIMIT, first)
         second = tl.where(second > LIMIT, LIMIT, tl.where(second < -LIMIT, -LIMIT, second))
     if GATE == "swiglu_oai":
         y = first / (1.0 + tl.exp2(tl.minimum(first * -2.4554669595930157, 126.0))) * (second + 1.0)
     else:
         y = gate(first, GATE == "gelu_tanh")
-        if LIMIT > 0.0:
+        if (LIMIT > 0.0) and not EARLY:
             y = tl.where(y > LIMIT, LIMIT, y)
         y *= second
     return y

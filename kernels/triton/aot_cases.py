@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..experts import tile_size
 from ..kv_pages import KVPages
-from ..layer_weights import ExpertsWeights, HyperWeights, LatentWeights, Linear, LinearPart, Norm
+from ..layer_weights import ExpertsWeights, HyperWeights, LatentWeights, Linear, LinearPart, MixedWeights, Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
@@ -33,7 +33,7 @@ from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
 from .rms_norm import normed, rms_norm
 from .sampling import sample
-from .token_index import choose_blocks, index_scores, index_write
+from .token_index import choose_blocks, index_pool, index_scores, index_write
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 # also compiled for more shapes and with fused operations
@@ -184,7 +184,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
 
 
 def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """Latent attention of GLM-4.7 Flash, DeepSeek V2 Lite and V3."""
+    """Latent attention of GLM-4.7 Flash, DeepSeek V2 Lite and V3; of GLM-5.3 Flash, over chosen blocks of 4 tokens."""
     if not 80 <= card.capability < AMD:
         return
     table, bounds, lengths = (_meta(torch.int32, *shape) for shape in ((1, 2048), (2,), (1,)))
@@ -192,6 +192,16 @@ def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
     for kv_format, heads in ((native, 20), (native, 16), ("int8", 20), ("fp8", 128)):
         given = (_meta(dtype, 1, heads, 576), latent_pages(kv_format), table, bounds, lengths, 0.1)
         yield "latent_attention", f"{kv_format} {heads} x 512 + 64", partial(attend, *given)
+    for kv_format in (native, "fp8"):
+        given = (
+            _meta(dtype, 1, 64, 512),
+            latent_pages(kv_format, 4, 0),
+            _meta(torch.int32, 1, 513),
+            bounds,
+            lengths,
+            0.1,
+        )
+        yield "latent_attention", f"{kv_format} 64 x 512, sparse", partial(attend, *given)
     view = *(_meta(torch.float32, 1, 32) for _ in range(2)), table, _meta(torch.int64, 1)
     for kv_format, heads, query_rank, still in ((native, 20, 768, 192), ("int8", 16, 256, 128), ("fp8", 32, 0, 128)):
         weights = latent_weights(dtype, heads, query_rank, still, gated=heads == 16)
@@ -199,9 +209,9 @@ def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         yield "latent_attention", f"{kv_format} {heads} heads of {still}, step", call
 
 
-def latent_pages(kv_format: str) -> KVPages:
-    """One page of latents of 512 + 64 elements."""
-    empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
+def latent_pages(kv_format: str, page: int = 16, turned: int = 64) -> KVPages:
+    """One page of latents of 512 + `turned` elements."""
+    empty = KVPages.empty(kv_format, 1, 1, page, 512, turned)
     return KVPages(*(None if part is None else part.to("meta") for part in empty))
 
 
@@ -214,6 +224,13 @@ def _hyper_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield "hyper_in", f"{count} x {hidden} step", partial(hyper_in, _declined, x, weights)
     given = x, _meta(dtype, 1, hidden), _meta(torch.float32, 1, count)
     yield "hyper_out", f"{count} x {hidden}", partial(hyper_out, _declined, *given)
+    # GLM-5.3 Flash
+    hidden, rows = 4096, (2 + count) * count
+    fn, base, scale = (_meta(torch.float32, *shape) for shape in ((rows, count * hidden), (rows,), (3,)))
+    mixed, x = MixedWeights(count, fn, base, scale, 20, 1e-6, 1e-5), _meta(dtype, 1, count * hidden)
+    yield "hyper_in", f"{count} x {hidden} mixed step", partial(hyper_in, _declined, x, mixed)
+    given = x, _meta(dtype, 1, hidden), _meta(torch.float32, 1, count + count**2)
+    yield "hyper_out", f"{count} x {hidden} mixed", partial(hyper_out, _declined, *given)
 
 
 def _declined(*_: object) -> Any:
@@ -278,6 +295,13 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
         angles, norm = _meta(torch.float32, 1, 32), Norm(_meta(torch.float32, 128), 1e-6)
         where = _meta(torch.int64, 1), angles, angles, _meta(torch.float32, 2, 32)
         yield "index_write", label, partial(index_write, _meta(dtype, 1, 640)[:, 512:], norm, pages, *where)
+        # GLM-5.3 Flash
+        kept, q, shares = (_meta(kind, 1, 16, 256), kept[1]), _meta(dtype, 1, 32, 128), _meta(torch.float32, 1, 32)
+        pages = pages._replace(index_keys=kept[0], block_keys=kept[1])
+        given = _meta(dtype, 1, 256), _meta(torch.float32, 4, 128), pages, _meta(torch.int64, 1)
+        yield "index_pool", label, partial(index_pool, *given)
+        weighted = _meta(kind, 700, 4, 128), table, shares
+        yield "index_scores", f"{label} pages, weighted", partial(index_scores, q, *weighted)
     scores = _meta(torch.float32, 1, 2800)
     yield "choose_blocks", "512 of 2800", partial(choose_blocks, scores, table, lens, 4, 512, 4, 2)
     logits = _meta(torch.float32, 1, 151_936)

@@ -29,7 +29,7 @@ from .rms_norm import normed
 from .segments import FUSED, only_part
 
 BLOCK = 1024
-_GATES = ("silu", "gelu_tanh", "swiglu_oai")
+_GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
 _STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked"}
 
 

@@ -92,21 +92,26 @@ def split_latents(
             slot = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64) * PAGE + key % PAGE
             at = slot[:, None]
             tile = tl.load(latents + at * RANK + d[None, :], mask=seen[:, None] & (d < RANK)[None, :], other=0)
-            piece = tl.load(pieces + at * TURNED + e[None, :], mask=seen[:, None] & (e < TURNED)[None, :], other=0)
             tile = _widened(tile, operand, FORMAT)
-            piece = _widened(piece, operand, FORMAT)
+            if TURNED > 0:
+                piece = tl.load(pieces + at * TURNED + e[None, :], mask=seen[:, None] & (e < TURNED)[None, :], other=0)
+                piece = _widened(piece, operand, FORMAT)
             scores = tl.dot(q_still, tl.trans(tile), input_precision="ieee")
             if SCALES == "none":
-                scores = tl.dot(q_turned, tl.trans(piece), scores, input_precision="ieee") * scale
+                if TURNED > 0:
+                    scores = tl.dot(q_turned, tl.trans(piece), scores, input_precision="ieee")
+                scores *= scale
             else:
                 at_scale = slot if SCALES == "token" else slot * 0
                 grown = tl.load(latent_scales + at_scale, mask=seen, other=1.0)
-                turned = tl.load(piece_scales + at_scale, mask=seen, other=0.0)
                 if FORMAT == "fp8":
                     grown *= 256.0
-                    turned *= 256.0
                 scores *= (grown * scale)[None, :]
-                scores += tl.dot(q_turned, tl.trans(piece), input_precision="ieee") * (turned * scale)[None, :]
+                if TURNED > 0:
+                    turned = tl.load(piece_scales + at_scale, mask=seen, other=0.0)
+                    if FORMAT == "fp8":
+                        turned *= 256.0
+                    scores += tl.dot(q_turned, tl.trans(piece), input_precision="ieee") * (turned * scale)[None, :]
                 # fold the latent's scale into its softmax weight, so that it stays in float16 range
                 spread = tl.log2(tl.where(grown < 1e-30, 1e-30, grown))
                 scores += spread[None, :]
@@ -267,7 +272,8 @@ def latent_step(
     latents = expert_product(still, first, Extras(), pairs).view(count, heads, rank)
     mixed = _attend(latents, turned_q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = expert_product(mixed.reshape(count * heads, rank), second, Extras(), pairs).view(count, -1)
-    return onto(x, weights.out, _gated(values, rows[:, -heads:]) if weights.gated else values)
+    values = _gated(values, rows[:, -heads:]) if weights.gated else values
+    return onto(x, weights.out, values) if weights.hyper is None else weights.out(values)
 
 
 @cache

@@ -162,6 +162,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         Impl("paged_attention", "triton_invariant", _attention_fits, partial(_ATTENTION, by_token=True)),
     ),
     "index_write": _impl("index_write", "token_index"),
+    "index_pool": _impl("index_pool", "token_index"),
     "index_scores": _impl("index_scores", "token_index"),
     "choose_blocks": _impl("choose_blocks", "token_index"),
     "causal_conv": _impl("causal_conv", "recurrent"),

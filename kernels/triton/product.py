@@ -47,7 +47,7 @@ class Extras(NamedTuple):
     bias: Tensor | None = None
     norm: Norm | None = None
     residual: Tensor | None = None
-    gate: str = ""  # silu or gelu_tanh: W is gate stacked on up, y = act(gate) * up
+    gate: str = ""  # silu, silu_clamped or gelu_tanh: W is gate stacked on up, y = act(gate) * up
     limit: float = 0.0  # clamps gate and up, see `activation.gated`; 0: no limit
 
 

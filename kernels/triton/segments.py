@@ -43,7 +43,7 @@ from .rms_norm import normed
 
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
-_GATES = ("silu", "gelu_tanh")
+_GATES = ("silu", "silu_clamped", "gelu_tanh")
 _ATTENTION, _DELTA = FUSED_ATTENTION | FUSED_HYPER, FUSED_DELTA | FUSED_HYPER
 LONGEST = 3e38  # a time step without an upper limit
 
@@ -101,7 +101,10 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
     seen, norm = _centred(x, weights.norm)
-    hidden = product(seen, gate_up.prepared, Extras(gate_up.bias, norm, gate=weights.activation))
+    first = Extras(gate_up.bias, norm, gate=weights.activation, limit=weights.limit or 0.0)
+    hidden = product(seen, gate_up.prepared, first)
+    if weights.hyper is not None:
+        return weights.down(hidden)
     down = only_part(weights.down, hidden)
     if down is not None and weights.post_norm is None:
         return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)

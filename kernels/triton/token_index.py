@@ -4,8 +4,8 @@ Scores: a tile of queries, all heads of each, against a tile of block keys per p
 every head are written, read and summed: at 200,000 tokens with four heads 0.8 MB per query. Here they stay in
 registers. A score's additions have the same order in every batch and for any number of blocks.
 
-The choice: a program per query. Scores are not negative, so their bits are ordered as they are; three passes count them
-by 11, 10 and 10 bits and find the least score that is chosen, and a last one writes the blocks in their order.
+The choice: a program per query. The bits of scores are made to compare like the scores; three passes count them by 11,
+11 and 10 bits and find the least score that is chosen, and a last one writes the blocks in their order.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ CHOICE = 4096  # scores at once, with 8 warps: 16 warps, or twice as many scores
 
 
 @triton.jit
+def _kept(keys, slots, stored, token, slot, back, d, ok, WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr):
+    """What is stored of the token that is `back` before `token` in `slot`; it may be in the same step."""
+    row = tl.maximum(token - back, 0)
+    is_new = (token >= back) & (tl.load(slots + row) == slot - back)
+    new = tl.load(keys + row * KEY_STRIDE + d, mask=ok, other=0.0)
+    old = tl.load(stored + (slot - back) * WIDTH + d, mask=ok, other=0.0)
+    return tl.where(is_new, new.to(stored.dtype.element_ty), old).to(tl.float32)
+
+
+@triton.jit
 def _block_sum(
     keys, slots, stored, token, slot, d,
     DIM: tl.constexpr, RATIO: tl.constexpr, KEY_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the tokens of a block, whose last one is `token` in `slot`; earlier ones may be in the same step."""
+    """The sum over the tokens of a block, whose last one is `token` in `slot`."""
     total = tl.zeros([d.shape[0]], tl.float32)
     for place in tl.static_range(RATIO):
-        back = RATIO - 1 - place
-        row = tl.maximum(token - back, 0)
-        is_new = (token >= back) & (tl.load(slots + row) == slot - back)
-        new = tl.load(keys + row * KEY_STRIDE + d, mask=d < DIM, other=0.0)
-        old = tl.load(stored + (slot - back) * DIM + d, mask=d < DIM, other=0.0)
-        total += tl.where(is_new, new.to(stored.dtype.element_ty), old).to(tl.float32)
+        total += _kept(keys, slots, stored, token, slot, RATIO - 1 - place, d, d < DIM, DIM, KEY_STRIDE)
     return total
 
 
@@ -86,13 +91,55 @@ def index_write(
     launch(_write_keys, (keys.shape[0],), *tensors, pages.block_keys, norm.eps, num_warps=1, **sizes)
 
 
+@triton.jit
+def _pool_keys(
+    keys, slots, places, stored, blocks,
+    DIM: tl.constexpr, PADDED: tl.constexpr, RATIO: tl.constexpr, KEY_STRIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The index key of a token and the logits of its weights, and the key of the block that it completes."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    ok = d < DIM
+    slot = tl.load(slots + token)
+    wait_for_previous(PDL)
+    for part in tl.static_range(2):
+        key = tl.load(keys + token * KEY_STRIDE + part * DIM + d, mask=ok, other=0.0)
+        tl.store(stored + slot * (2 * DIM) + part * DIM + d, key.to(stored.dtype.element_ty), mask=ok)
+    if slot % RATIO == RATIO - 1:
+        most = tl.full([PADDED], float("-inf"), tl.float32)
+        for place in tl.static_range(RATIO):
+            logits = _kept(keys, slots, stored, token, slot, RATIO - 1 - place, DIM + d, ok, 2 * DIM, KEY_STRIDE)
+            logits += tl.load(places + place * DIM + d, mask=ok, other=0.0)
+            most = tl.maximum(most, logits, propagate_nan=tl.PropagateNan.ALL)
+        total, weights = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+        for place in tl.static_range(RATIO):
+            key = _kept(keys, slots, stored, token, slot, RATIO - 1 - place, d, ok, 2 * DIM, KEY_STRIDE)
+            logits = _kept(keys, slots, stored, token, slot, RATIO - 1 - place, DIM + d, ok, 2 * DIM, KEY_STRIDE)
+            logits += tl.load(places + place * DIM + d, mask=ok, other=0.0)
+            share = tl.exp2((logits - most) * 1.4426950408889634)
+            total += share * key
+            weights += share
+        tl.store(blocks + slot // RATIO * DIM + d, (total / weights).to(blocks.dtype.element_ty), mask=ok)
+
+
+def index_pool(keys: Tensor, places: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
+    """`sparse.index_pool` in one launch."""
+    assert pages.index_keys is not None and pages.block_keys is not None
+    ratio, dim = places.shape
+    sizes = {"DIM": dim, "PADDED": power_of_2(dim), "RATIO": ratio, "KEY_STRIDE": keys.stride(0)}
+    tensors = keys, slot_mapping, places.contiguous(), pages.index_keys, pages.block_keys
+    launch(_pool_keys, (keys.shape[0],), *tensors, num_warps=1, **sizes)
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "table_stride"])
 def _score_keys(
-    q, keys, block_table, out, num_queries, num_keys, table_stride,
+    q, keys, block_table, shares, out, num_queries, num_keys, table_stride,
     HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr, INTERPRET: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr, SHARES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Sum over HEADS of relu(q · k) of QUERIES queries and KEYS keys; heads are padded to PADDED.
+
+    SHARES    each head of a query has a weight
 
     PER_PAGE  keys of a page of the query's block table; 0: all queries have the same keys
     """
@@ -115,6 +162,8 @@ def _score_keys(
             left, right = left.to(tl.float32), right.to(tl.float32)
         products = tl.dot(left, right, products, input_precision="ieee")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if SHARES:
+        products *= tl.load(shares + query * HEADS + row % PADDED, mask=ok, other=0.0)[:, None]
     total = tl.sum(tl.reshape(products, [QUERIES, PADDED, KEYS]), 1)
     total = tl.where(total == total, total, 0.0)
     query = tl.program_id(1).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
@@ -122,7 +171,7 @@ def _score_keys(
     tl.store(out + query[:, None] * num_keys + key[None, :], total, mask=ok)
 
 
-def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> Tensor:
+def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
     """`sparse.index_scores`."""
     count, heads, dim = q.shape
     per_page = 0 if block_table is None else keys.shape[1]
@@ -136,18 +185,29 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None) -> 
     tile = max(16, min(KEYS, SCORES // (queries * padded)))
     sizes = {"HEADS": heads, "PADDED": padded, "DIM": dim, "STEP": step, "QUERIES": queries, "KEYS": tile}
     grid = -(-num_keys // tile), -(-count // queries)
-    tensors = q.contiguous(), keys.contiguous(), table, out, count, num_keys, table.stride(0)
+    given = out if shares is None else shares.float().contiguous()
+    tensors = q.contiguous(), keys.contiguous(), table, given, out, count, num_keys, table.stride(0)
     # without bfloat16 or float16 on both sides products are plain multiplications, with more registers
     warps = 4 if q.dtype == keys.dtype and card_of(q.device).capability >= 80 else 8
-    launch(_score_keys, grid, *tensors, num_warps=warps, **sizes, PER_PAGE=per_page, INTERPRET=interpreting())
+    launch(
+        _score_keys,
+        grid,
+        *tensors,
+        num_warps=warps,
+        **sizes,
+        PER_PAGE=per_page,
+        SHARES=shares is not None,
+        INTERPRET=interpreting(),
+    )
     return out
 
 
 @triton.jit
 def _bits(scores, block, whole):
-    """The bits of scores, which are not negative; -1 for those of no whole block."""
+    """Unsigned numbers that compare like the scores."""
     score = tl.load(scores + block, mask=block < whole, other=0.0)
-    return tl.where(block < whole, tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True), -1)
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -160,14 +220,15 @@ def _next_digit(
     place = tl.arange(0, 2048)
     counts = tl.zeros([2048], tl.int32)
     for start in range(0, whole, TILE):
-        bits = _bits(scores, start + tl.arange(0, TILE), whole)
-        alike = (bits >= 0) & ((bits >> (SHIFT + WIDTH)) == least)
-        counts += tl.histogram(tl.where(alike, (bits >> SHIFT) & ((1 << WIDTH) - 1), 2047), 2048)
-    counts = tl.where(place == 2047, 0, counts)  # the other scores; the first digit of infinity is 2040
+        block = start + tl.arange(0, TILE)
+        bits, alike = _bits(scores, block, whole), block < whole
+        if SHIFT + WIDTH < 32:
+            alike &= (bits >> (SHIFT + WIDTH)) == least
+        counts += tl.histogram(((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32), 2048, alike)
     at_least = tl.cumsum(counts, 0, reverse=True)
     digit = tl.sum((at_least >= missing).to(tl.int32), 0) - 1
     missing -= tl.sum(tl.where(place == digit + 1, at_least, 0), 0)
-    return (least << WIDTH) | digit, missing
+    return (least << WIDTH) | digit.to(tl.uint32), missing
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
@@ -183,19 +244,19 @@ def _choose(
     chosen += query * KV_HEADS * (TOP + 1)
     length = tl.load(seq_lens + query)
     whole, rest = length // RATIO, length % RATIO
-    least, missing = whole * 0 - 1, whole * 0  # the least score that is chosen, and how many blocks with it
+    # the least score that is chosen, and how many blocks with it
+    least, missing = (whole * 0).to(tl.uint32), whole * 0 + TOP
     if whole > TOP:
-        least, missing = whole * 0, whole * 0 + TOP
-        least, missing = _next_digit(scores, whole, least, missing, 20, 11, TILE)
-        least, missing = _next_digit(scores, whole, least, missing, 10, 10, TILE)
+        least, missing = _next_digit(scores, whole, least, missing, 21, 11, TILE)
+        least, missing = _next_digit(scores, whole, least, missing, 10, 11, TILE)
         least, missing = _next_digit(scores, whole, least, missing, 0, 10, TILE)
     taken, num_equal = whole * 0, whole * 0
     for start in range(0, whole, TILE):
         block = start + tl.arange(0, TILE)
         bits = _bits(scores, block, whole)
-        equal = (bits == least) & (bits >= 0)
+        equal = (bits == least) & (block < whole)
         rank = num_equal + tl.cumsum(equal.to(tl.int32), 0)
-        take = (bits > least) | (equal & (rank <= missing))
+        take = (block < whole) & ((bits > least) | (equal & (rank <= missing)))
         place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
         page = tl.load(block_table + block // PER_PAGE, mask=take, other=0)
         for head in tl.static_range(KV_HEADS):

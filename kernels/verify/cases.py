@@ -115,7 +115,7 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
 LAYER_SCALES = (0.03, 0.05)  # scales of k and v for checkpoints with per-layer FP8 KV scales
 
 
-def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False, value_dim: int = 0) -> KVPages:
+def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False, value_dim: int | None = None) -> KVPages:
     """Empty pages in a model's KV format on its device."""
     sizes = num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim, value_dim
     pages = KVPages.empty(facts.kv_format, *sizes)
@@ -198,7 +198,7 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         if f.kv_format == "fp8":
             scaled = filled_pages(f, total, source, layer_scales=True)
             yield (f"{name}, checkpoint scales", (q, scaled, *metadata, scale, None, shapes.softcap, *sinks))
-    for *_, ratio in _sizes("index_scores", shapes):
+    for *_, ratio, _ in _index_sizes(shapes):
         yield f"blocks of {ratio} tokens", (*_of_blocks(f, ratio, source), scale, None, shapes.softcap)
 
 
@@ -215,11 +215,13 @@ def _of_blocks(f: OpFacts, ratio: int, source: _Source) -> tuple[Any, ...]:
     return q, pages, *(source.ints(list(values), torch.int32) for values in (rows, starts, counts))
 
 
-# sizes of ops that only some layers have. index_scores: heads, dim, tokens of a block; causal_conv: channels, width;
+# sizes of ops that only some layers have. index_scores: heads, dim, tokens of a block; index_pool: the same, where keys
+# are pooled and the heads of a query have weights; causal_conv: channels, width;
 # delta_rule: key heads, value heads, k_dim, v_dim, tiled, 1 for a decay per key channel; state_space: heads, groups,
 # head_dim, state size
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
     "index_scores": ((4, 128, 4), (3, 20, 8)),
+    "index_pool": ((32, 128, 4), (3, 20, 8)),
     "causal_conv": ((70, 4),),
     "delta_rule": (
         *((2, 4, 20, 24, 0, 0), (2, 4, 20, 24, 1, 0), (2, 2, 128, 132, 0, 0)),
@@ -243,41 +245,65 @@ def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
 
 
 def _index_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    """Tokens that begin, continue and complete blocks, of two sequences; then one token each."""
-    page = shapes.facts.page_size
     for _, dim, ratio in _sizes("index_scores", shapes):
-        kept = [source.normal(4, count, dim) for count in (page, page // ratio)]
-        kept = [part.float() if source.device.type == "cpu" else part.bfloat16() for part in kept]
-        pages = empty_pages(shapes.facts, 1)._replace(index_keys=kept[0], block_keys=kept[1])
         norm = Norm(source.normal(dim, dtype=torch.float32), 1e-6)
-        several = [*range(1, page - 1), *range(2 * page + ratio - 1, 3 * page)]
-        for slots in (several, [page - 1, 3 * page + 1, page + ratio - 1]):
-            keys = source.normal(len(slots), dim)
+        for slots, keys, pages in _index_keys(shapes, source, dim, dim, ratio):
             angles = source.normal(len(slots), max(1, dim // 4), dtype=torch.float32)
             back = source.normal(2, angles.shape[1], dtype=torch.float32)
             where = source.ints(slots, torch.int64), angles.cos(), angles.sin(), back
             yield (f"{len(slots)} tokens of {dim}, blocks of {ratio}", (keys, norm, pages, *where))
 
 
+def _index_pool(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for _, dim, ratio in _sizes("index_pool", shapes):
+        places = source.normal(ratio, dim, dtype=torch.float32)
+        for slots, keys, pages in _index_keys(shapes, source, 2 * dim, dim, ratio):
+            given = keys, places, pages, source.ints(slots, torch.int64)
+            yield (f"{len(slots)} tokens of {dim}, blocks of {ratio}", given)
+
+
+def _index_keys(
+    shapes: ModelShapes, source: _Source, token: int, block: int, ratio: int
+) -> Iterator[tuple[list[int], Tensor, KVPages]]:
+    """(slots, keys, pages): tokens that begin, continue and complete blocks, of two sequences; then one token each."""
+    page = shapes.facts.page_size
+    kept = [source.normal(4, count, dim) for count, dim in ((page, token), (page // ratio, block))]
+    kept = [part.float() if source.device.type == "cpu" else part.bfloat16() for part in kept]
+    pages = empty_pages(shapes.facts, 1)._replace(index_keys=kept[0], block_keys=kept[1])
+    several = [*range(1, page - 1), *range(2 * page + ratio - 1, 3 * page)]
+    for slots in (several, [page - 1, 3 * page + 1, page + ratio - 1]):
+        yield slots, source.normal(len(slots), token), pages
+
+
 def _index_scores(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for heads, dim, ratio in _sizes("index_scores", shapes):
+    for heads, dim, ratio, pooled in _index_sizes(shapes):
         for count, num_keys in ((1, 700), (17, 65)):
             q, keys = source.normal(count, heads, dim), source.normal(num_keys, dim)
             keys = keys.float() if source.device.type == "cpu" else keys.bfloat16()
-            yield (f"{count} x {num_keys}, {heads} x {dim}", (q, keys))
+            shares = (None, source.normal(count, heads, dtype=torch.float32)) if pooled else ()
+            yield (f"{count} x {num_keys}, {heads} x {dim}", (q, keys, *shares))
         per_page = shapes.facts.page_size // ratio
         keys = keys[: per_page * (65 // per_page)].unflatten(0, (-1, per_page))
         table = source.ints([[2, 0, -1], [1, 2, 0]], torch.int32).clamp(max=keys.shape[0] - 1)
-        yield (f"pages of {per_page}, {heads} x {dim}", (q[:2], keys, table))
+        shares = (source.normal(2, heads, dtype=torch.float32),) if pooled else ()
+        yield (f"pages of {per_page}, {heads} x {dim}", (q[:2], keys, table, *shares))
+
+
+def _index_sizes(shapes: ModelShapes) -> Iterator[tuple[int, int, int, bool]]:
+    """The sizes of indexes, and whether their keys are pooled."""
+    for op in ("index_scores", "index_pool"):
+        for heads, dim, ratio in _sizes(op, shapes):
+            yield heads, dim, ratio, op == "index_pool"
 
 
 def _choose_blocks(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    """More and fewer blocks than are chosen; some scores are equal, others 0."""
-    for *_, ratio in _sizes("index_scores", shapes):
+    """More and fewer blocks than are chosen; some scores are equal, others 0, in pooled indexes also negative."""
+    for *_, ratio, pooled in _index_sizes(shapes):
         per_page, kv_heads = shapes.facts.page_size // ratio, shapes.facts.num_kv_heads
         columns = -(-9000 // per_page)
-        scores = (source.normal(5, columns * per_page, dtype=torch.float32) * 9).round().clamp_(min=0) / 8
-        scores[3] = source.normal(columns * per_page, dtype=torch.float32).abs()
+        scores = (source.normal(5, columns * per_page, dtype=torch.float32) * 9).round() / 8
+        scores[3] = source.normal(columns * per_page, dtype=torch.float32)
+        scores = scores if pooled else scores.clamp_(min=0)
         table = source.ints([[(7 * i + 3 * row) % 9973 for i in range(columns)] for row in range(5)], torch.int32)
         lens = source.ints([ratio * n + n % ratio for n in (700, 1, 0, 9000, 21)], torch.int32) + ratio // 2
         lens = lens.clamp(max=9000 * ratio)
@@ -329,6 +355,7 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "kv_write": _kv_write,
     "paged_attention": _paged_attention,
     "index_write": _index_write,
+    "index_pool": _index_pool,
     "index_scores": _index_scores,
     "choose_blocks": _choose_blocks,
     "causal_conv": _causal_conv,

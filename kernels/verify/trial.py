@@ -33,6 +33,7 @@ from ..layer_weights import (
     LayerCall,
     Linear,
     MambaWeights,
+    MixedWeights,
     MixerWeights,
     Stepped,
     View,
@@ -412,11 +413,10 @@ class SegmentTrial:
         if mixer.kept not in self._pages:
             num_pages, generator = self._made[1], seeded(22)
             cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
-            if isinstance(mixer, AttentionWeights) and (index := mixer.index) is not None:
-                size = facts.page_size
-                keys, blocks = (
-                    torch.zeros(num_pages, n, index.dim, device=facts.device) for n in (size, size // index.ratio)
-                )
+            if (index := mixer.index) is not None:
+                token, block, ratio = index.kept
+                rows = (facts.page_size, token), (facts.page_size // ratio, block)
+                keys, blocks = (torch.zeros(num_pages, *shape, device=facts.device) for shape in rows)
                 cache = cache._replace(index_keys=keys, block_keys=blocks)
             count = num_pages * facts.page_size
             k, v = (torch.randn((count, kv_heads, dim), generator=generator).to(facts.device) for dim in dims)
@@ -491,9 +491,10 @@ class SegmentTrial:
         if name in FEEDS:
             return x, ffn
         if name in HYPER:
-            weights: HyperWeights = mixer.hyper  # type: ignore[union-attr,assignment]
-            wide = torch.randn((x.shape[0], weights.norm.weight.shape[0]), generator=seeded(27)).to(x)
-            gains = torch.rand((x.shape[0], weights.count), generator=seeded(28)).to(x.device)
+            weights: HyperWeights | MixedWeights = mixer.hyper  # type: ignore[union-attr,assignment]
+            wide = torch.randn((x.shape[0], weights.wide), generator=seeded(27)).to(x)
+            count = weights.count * (1 + weights.count * isinstance(weights, MixedWeights))
+            gains = torch.rand((x.shape[0], count), generator=seeded(28)).to(x.device)
             return (wide, weights) if name == "hyper_in" else (wide, x, gains)
         if name == "latent_attention":
             return x, mixer, cache, views[view], cu, lens

@@ -17,6 +17,7 @@ Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, exp
 GraniteMoe              block_sparse_moe.input_linear.weight (gate and up) and output_linear.weight (down); FP8 has a
                         weight_scale [E, N, 1] for each
 Step 3.5                moe.{gate,up,down}_proj.weight [E, N, K], FP8 with .weight_scale_inv [E, N/128, K/128]
+GLM-5.3 Flash           hc_attn_fn, index_kpool_compress_gate, ... -> hc_attn_fn.weight, ...; some GGUF files as well
 ERNIE 4.5               moe_statics.e_score_correction_bias [1, E] -> gate.e_score_correction_bias [E]
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows are interleaved, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -45,6 +46,7 @@ _GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd
 _GGUF_ROW = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _STEP = re.compile(r"(.+\.moe\.)(gate|up|down)_proj\.(weight|weight_scale_inv)")
+_BARE = re.compile(r".+\.(hc_(attn|ffn)_(fn|base|scale)|index_kpool_compress_(ape|gate)|indexer_compressor_(ape|gate))")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),
@@ -82,6 +84,8 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
                 yield replace(info, name=f"{match[1]}{expert}.{kind}_proj.{_PROJECTION_SUFFIXES[match[3]][0]}")
     elif dims == 1 and _GGUF_ROW.fullmatch(name):
         yield replace(info, shape=(1, *info.shape))
+    elif _BARE.fullmatch(name):
+        yield replace(info, name=f"{name}.weight")
     elif not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
         yield info
     elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:

@@ -23,6 +23,7 @@ from .layers import (
     HyperConnections,
     InputTable,
     LayerFacts,
+    MixedConnections,
     NGrams,
     NGramTable,
     Streams,
@@ -123,7 +124,7 @@ class ModelFacts:
         return self.layers[0].streams
 
     @property
-    def hyper(self) -> HyperConnections | None:
+    def hyper(self) -> HyperConnections | MixedConnections | None:
         """The hyper-connections between residual streams, or None."""
         return self.layers[0].hyper
 
@@ -306,8 +307,9 @@ def count_params(facts: ModelFacts) -> int:
     if facts.streams is not None:
         tables += sum(n * k for n, k in facts.streams.outer(hidden).values())
     if facts.hyper is not None:
-        tables += sum(n * k for n, k in facts.hyper.outer(hidden).values()) + facts.hyper.count * hidden
-    return count_linear_params(facts) + vectors + tables + facts.hidden_size * (facts.hyper is None)
+        shapes = (*facts.hyper.outer(hidden).values(), *facts.hyper.outer_vectors(hidden).values())
+        tables += sum(math.prod(shape) for shape in shapes)
+    return count_linear_params(facts) + vectors + tables + facts.hidden_size * (facts.hyper is None or facts.final_norm)
 
 
 def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
@@ -322,8 +324,8 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
         heads, keys, values = mixer.kept
         total += heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale)
         if mixer.index is not None:  # index keys are never stored in 8 bits
-            dim, ratio = mixer.index.kept
-            total += wide * (dim + dim // ratio)
+            token, block, ratio = mixer.index.kept
+            total += wide * (token + block // ratio)
     return total
 
 

@@ -31,7 +31,7 @@ KINDS = ("linear_attention", "full_attention")
 _DELTA = ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj")
 _CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_GGUF = GGUF_LATENT | {
+GGUF_KIMI = GGUF_LATENT | {
     **{f"linear_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
     **{f"linear_attn.{name}_conv1d": f"ssm_conv1d_{name}" for name in "qkv"},
     **{f"linear_attn.{name}_{part}_proj": f"ssm_{name}_{part}" for name in "fg" for part in "ab"},
@@ -114,9 +114,9 @@ class KimiLinear(Glm4MoeLite):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
-            return gguf_names(_GGUF)
+            return gguf_names(GGUF_KIMI)
         mixture = "block_sparse_moe"
-        inner = _delta_names("self_attn", "o_proj") | {
+        inner = delta_names("self_attn", "o_proj") | {
             "mlp.gate": f"{mixture}.gate",
             "mlp.gate.e_score_correction_bias": f"{mixture}.gate.e_score_correction_bias",
             **{f"mlp.experts.{{}}.{name}": f"{mixture}.experts.{{}}.{short}" for name, short in _EXPERT.items()},
@@ -216,11 +216,11 @@ class Ling3(KimiLinear):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
-            return gguf_names(_GGUF | {"shared_head.norm": "layer_output_norm"})
+            return gguf_names(GGUF_KIMI | {"shared_head.norm": "layer_output_norm"})
         tensors = checkpoint.tensors
         apart = any(name.endswith(".attention.o_proj.weight") for name in tensors)
         own = ("q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-        inner = _delta_names("attention", "o_proj" if apart else "dense") | {
+        inner = delta_names("attention", "o_proj" if apart else "dense") | {
             **{f"self_attn.{name}": f"attention.{name}" for name in own},
             "self_attn.o_proj": "attention.dense",
             "self_attn.gate_proj": "attention.g_proj",
@@ -240,7 +240,8 @@ def _delta(config: Config, heads: int, dim: int, width: str, **values: Any) -> K
     return KimiDelta(heads, heads, dim, dim, config.keys.integer(width, 2, MAX_CONV), **values)
 
 
-def _delta_names(start: str, output: str) -> dict[str, str]:
+def delta_names(start: str, output: str) -> dict[str, str]:
+    """The modules of a delta layer -> their names below `start`, the last one `output`."""
     names = {f"linear_attn.{name}": f"{start}.{name}" for name in (*_DELTA, *_CONVS, "A_log", "dt_bias")}
     return names | {"linear_attn.norm": f"{start}.o_norm", "linear_attn.out_proj": f"{start}.{output}"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .mixers import EXPANDED, Paged, Stateful
+from .mixers import EXPANDED, TOKEN_ROUTERS, Paged, Stateful
 
 
 class Curve(NamedTuple):
@@ -22,13 +22,14 @@ class Dense:
     """A feed-forward layer."""
 
     inner: int
-    act: str = "silu"  # silu | gelu_tanh | gelu_erf | gelu, relu2 and xielu (without a gate)
+    act: str = "silu"  # silu | silu_clamped | gelu_tanh | gelu_erf | gelu, relu2 and xielu (without a gate)
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True
     # activation sparsity: subtract from a token's gates their mean plus `cut` standard deviations, then clamp at 0
     cut: float | None = None
     curve: Curve | None = None  # for xielu
+    limit: float | None = None  # as in `Experts`
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -57,11 +58,13 @@ _STREAMS = (
     *("laurel.linear_left", "laurel.linear_right"),
 )
 _INJECT = tuple(f"{block}_hyper_connection.block_inject_weight" for block in ("attn", "mlp"))
+_MIXED = ("hc_attn_fn", "hc_ffn_fn")
 # small linear modules that choose or weight others: they keep their stored format when the others are quantized
-ROUTERS = _EXPERT_ROUTERS + _STREAMS + _INJECT
+ROUTERS = _EXPERT_ROUTERS + _STREAMS + _INJECT + _MIXED + TOKEN_ROUTERS
 # modules that are not quantized -> why not
 STAY_STORED = dict.fromkeys(_EXPERT_ROUTERS, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
-STAY_STORED |= dict.fromkeys(_STREAMS + _INJECT, "it is small, and all residual streams depend on it")
+STAY_STORED |= dict.fromkeys(_STREAMS + _INJECT + _MIXED, "it is small, and all residual streams depend on it")
+STAY_STORED |= dict.fromkeys(TOKEN_ROUTERS, "it chooses what a query sees")
 
 
 # norms before the experts, after the shared expert and after the experts, if `apart` is set
@@ -75,7 +78,8 @@ class Experts:
     num_experts: int
     top_k: int  # experts per token
     inner: int  # of one expert
-    act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
+    # silu | silu_clamped | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
+    act: str = "silu"
     # routing weights: softmax (over all) | softmax_topk (over the chosen) | sigmoid (per expert)
     # | sigmoid_topk (of the experts chosen by logit)
     router: str = "softmax"
@@ -89,7 +93,7 @@ class Experts:
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(gate · x)
     shared_scale: float = 1.0  # factor on the shared expert's output
     bias: bool = False  # of router and experts
-    # clamp gate from above, and up on both sides, the gate before the activation with swiglu_oai, else after it
+    # clamp gate from above, and up on both sides; the gate before swiglu_oai and silu_clamped, after other activations
     limit: float | None = None
     shared_limit: float | None = None  # the same for the shared expert
     # router, experts and shared expert each have their own input norm, and the outputs of the latter two are normed
@@ -259,8 +263,12 @@ class HyperConnections:
         return {f"{start}.input_mix_weight_down": (self.rank, wide), f"{start}.input_mix_weight_up": (wide, self.rank)}
 
     def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """(N, K) of the modules that reduce the streams to one vector after the last layer; its norm is `MIXER`'s."""
+        """(N, K) of the modules that reduce the streams to one vector after the last layer."""
         return self._gates(MIXER, hidden)
+
+    def outer_vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of their other tensors."""
+        return {f"{MIXER}.hc_norm.weight": (self.count * hidden,)}
 
     @property
     def launches(self) -> int:
@@ -276,6 +284,41 @@ class HyperConnections:
 
 
 MIXER = "model.hyper_connection_mixer"
+
+
+@dataclass(frozen=True)
+class MixedConnections:
+    """Manifold-constrained hyper-connections (mHC): a block reads a weighted sum of a token's residual streams. After
+    it, these are mixed by a matrix whose rows and columns sum to 1, and its output is added with a weight for each.
+
+    The model's output is the mean of the streams.
+    """
+
+    count: int
+    rounds: int  # of normalizing the rows and columns of a matrix
+    eps: float
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(_MIXED, ((2 + self.count) * self.count, self.count * hidden))
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes = {"base": ((2 + self.count) * self.count,), "scale": (3,)}
+        return {f"hc_{block}_{name}.weight": size for block in ("attn", "ffn") for name, size in sizes.items()}
+
+    def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """As in `HyperConnections`: none."""
+        return {}
+
+    outer_vectors = outer
+
+    @property
+    def launches(self) -> int:
+        """As in `HyperConnections`: partial products, the weights and the sum, then the streams after the block."""
+        return 3
+
+    def work(self, hidden: int, width: int) -> int:
+        """As in `HyperConnections`: the streams once more, in float32 where PyTorch mixes them."""
+        return self.count * hidden * (width + 8)
 
 
 @dataclass(frozen=True)
@@ -515,7 +558,7 @@ class LayerFacts:
     parallel: bool = False  # attention and feed-forward layer read the same residual stream, and both are added
     fusion: Fusion | Paired | None = None
     streams: Streams | None = None
-    hyper: HyperConnections | None = None
+    hyper: HyperConnections | MixedConnections | None = None
     ngrams: NGrams | None = None
 
     @property

@@ -45,9 +45,9 @@ class TokenIndex:
     fused: bool = True  # queries and keys are stored as one module
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """(elements of an index key, tokens of a block): pages hold one key per token and one per block."""
-        return self.dim, self.ratio
+    def kept(self) -> tuple[int, int, int]:
+        """(elements per token, elements of a block's key, tokens of a block)."""
+        return self.dim, self.dim, self.ratio
 
     @property
     def reach(self) -> int:
@@ -80,6 +80,42 @@ class TokenIndex:
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
         return {f"self_attn.indexer.{name}_layernorm.weight": (self.dim,) for name in "qk"}
+
+
+_POOL_GATE, _SHARES = "self_attn.indexer.index_kpool_compress_gate", "self_attn.indexer.weights_proj"
+TOKEN_ROUTERS = (_POOL_GATE, _SHARES)  # small linear modules that choose what a query sees
+
+
+@dataclass(frozen=True)
+class PooledIndex(TokenIndex):
+    """The index of a layer of latent attention (DSA). A score is a weighted sum over index heads, with weights that
+    depend on the query. The key of a block is a mean of its tokens' keys, weighted per channel; nothing is rotated.
+    """
+
+    query_rank: int = 0  # elements of the query latent, from which index queries come
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """As in `TokenIndex`; a token has a key and the logits of its weights in its block."""
+        return 2 * self.dim, self.dim, self.ratio
+
+    @property
+    def launches(self) -> int:
+        """As in `TokenIndex`: the norm, three products, the norm of keys, the write, scores, the choice."""
+        return 10
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules of keys and of their logits."""
+        return "self_attn.indexer.wk", _POOL_GATE
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        shapes = dict.fromkeys(self.inputs, (self.dim, hidden)) | {_SHARES: (self.num_heads, hidden)}
+        return shapes | {"self_attn.indexer.wq_b": (self.num_heads * self.dim, self.query_rank)}
+
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        norm = {f"self_attn.indexer.k_norm.{part}": (self.dim,) for part in ("weight", "bias")}
+        return norm | {"self_attn.indexer.index_kpool_compress_ape.weight": (self.ratio, self.dim)}
 
 
 @dataclass(frozen=True)
@@ -183,9 +219,10 @@ class LatentAttention:
     by_head: bool = False
     temperature: tuple[float, int] | None = None  # as in `Attention`
     gated: bool = False  # a head's output is multiplied by the sigmoid of its gate, one number per head
+    eps: float = 1e-6  # epsilon of the norms over latents
+    index: PooledIndex | None = None
     # options that only `Attention` has
     window: ClassVar[None] = None
-    index: ClassVar[None] = None
     softcap: ClassVar[None] = None
     shares_kv_with: ClassVar[None] = None
     temperature_offset: ClassVar[int] = 0
@@ -222,10 +259,12 @@ class LatentAttention:
                 shapes[f"self_attn.v_b_proj.{head}"] = (self.value_dim, self.rank)
         else:
             shapes[EXPANDED] = (heads * (self.still_dim + self.value_dim), self.rank)
+        shapes |= {} if self.index is None else self.index.linears(hidden)
         return shapes | {"self_attn.o_proj": (hidden, heads * self.value_dim)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {"self_attn.kv_a_layernorm.weight": (self.rank,)}
+        sizes |= {} if self.index is None else self.index.vectors()
         if self.query_rank:
             sizes["self_attn.q_a_layernorm.weight"] = (self.query_rank,)
         biased = self.inputs[not self.query_rank : 2] * self.bias + ("self_attn.o_proj",) * self.o_bias

@@ -18,7 +18,7 @@ from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import CLUSTERS, D2T, MIXER, Entry, LayerFacts
+from .layers import CLUSTERS, D2T, Entry, LayerFacts
 from .mmproj import AUTO, tower_of
 from .names import TOWER, NameMap
 from .vision import ImageFacts
@@ -136,7 +136,8 @@ class OpenModel(Checkpoint):
         """The modules of all layers and those between residual streams, by their names in the file."""
         found = (streams.outer(facts.hidden_size) for streams in (facts.streams, facts.hyper) if streams is not None)
         outer = {self.names.source(module) for modules in found for module in modules}
-        outer |= {f"{MIXER}.hc_norm"} if facts.hyper is not None else set()
+        vectors = {} if facts.hyper is None else facts.hyper.outer_vectors(facts.hidden_size)
+        outer |= {self.names.source(name.rpartition(".")[0]) for name in vectors}
         return outer.union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
 
     @property
@@ -196,8 +197,8 @@ class OpenModel(Checkpoint):
         for streams in (facts.streams, facts.hyper):
             for module, shape in {} if streams is None else streams.outer(hidden).items():
                 self._linear(module, shape)
-        if facts.hyper is not None:
-            self._vector(f"{MIXER}.hc_norm.weight", (facts.hyper.count * hidden,))
+        for name, size in {} if facts.hyper is None else facts.hyper.outer_vectors(hidden).items():
+            self._vector(name, size)
         for index, layer in enumerate(facts.layers):
             self._layer(index, layer, hidden)
         size = hidden

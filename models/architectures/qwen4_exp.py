@@ -79,7 +79,7 @@ class Qwen4Exp(Qwen3_5Moe):
         layers = [_layer(layer, hyper, index, gate == "sigmoid") for layer in facts.layers]
         listed = sorted(config.layer_numbers("ple_layer_ids"))  # counted from 1
         if not listed:
-            return replace(facts, layers=_shared(layers), final_norm=False)
+            return replace(facts, layers=shared_layers(layers), final_norm=False)
         if len(listed) > 1:
             raise config.unsupported(f"{config.source} with n-gram embeddings in {len(listed)} layers")
         _check_place(config, layers, listed[0] - 1)
@@ -99,7 +99,7 @@ class Qwen4Exp(Qwen3_5Moe):
             if set(ratios) - {0, ratio}:
                 raise config.unsupported(f"{config.source} with blocks of different sizes")
             names = ("attention.indexer.head_count", "attention.indexer.key_length", "attention.indexer.top_k")
-            index = replace(_indexed(keys, names, ratio), fused=False)
+            index = replace(indexed(keys, names, ratio), fused=False)
         hyper = HyperConnections(
             keys.integer("hyper_connection.count", 2, MOST_STREAMS),
             keys.integer("hyper_connection.low_rank", 1, MAX_HIDDEN),
@@ -112,7 +112,7 @@ class Qwen4Exp(Qwen3_5Moe):
         ]
         listed = keys.raw("ple.layers")
         if listed is None:
-            return replace(facts, layers=_shared(layers), final_norm=False)
+            return replace(facts, layers=shared_layers(layers), final_norm=False)
         if not isinstance(listed, np.ndarray) or listed.dtype.kind not in "iu" or not len(listed):
             raise keys.fail("ple.layers", "must list layer numbers")
         if len(listed) > 1:
@@ -168,10 +168,10 @@ def _index(keys: Fields, heads: str, dim: str, budget: str, ratio: str) -> Token
     """The index of safetensors; None without one."""
     if all(keys.raw(key) is None for key in (heads, dim, budget, ratio)):
         return None
-    return _indexed(keys, (heads, dim, budget), keys.integer(ratio, 1, MAX_CONTEXT), ratio)
+    return indexed(keys, (heads, dim, budget), keys.integer(ratio, 1, MAX_CONTEXT), ratio)
 
 
-def _indexed(keys: Fields, names: Sequence[str], ratio: int, key: str = "attention.compress_ratios") -> TokenIndex:
+def indexed(keys: Fields, names: Sequence[str], ratio: int, key: str = "attention.compress_ratios") -> TokenIndex:
     """`names` are those of heads, their size, and the tokens that a query sees."""
     heads, dim, budget = names
     if PAGE % ratio:
@@ -197,7 +197,7 @@ def _layer(layer: LayerFacts, hyper: HyperConnections, index: TokenIndex | None,
     return replace(layer, mixer=mixer, norms=NO_NORMS, hyper=hyper)
 
 
-def _shared(layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
+def shared_layers(layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
     """The layers, with equal ones as the same object."""
     known: dict[LayerFacts, LayerFacts] = {}
     return tuple(known.setdefault(layer, layer) for layer in layers)
@@ -225,7 +225,7 @@ def _with_table(
     layers[place] = replace(layers[place], ngrams=NGrams(hyper.count * config.hidden_size, size, order, taps))
     nbytes = 0 if table is None else table.nbytes
     return replace(
-        facts, layers=_shared(layers), final_norm=False, ngrams=table, weight_bytes=facts.weight_bytes - nbytes
+        facts, layers=shared_layers(layers), final_norm=False, ngrams=table, weight_bytes=facts.weight_bytes - nbytes
     )
 
 

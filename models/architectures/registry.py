@@ -30,6 +30,7 @@ from .gemma3n import Gemma3n
 from .gemma4 import Gemma4
 from .glm4 import Glm, Glm4
 from .glm4_moe import Glm4Moe
+from .glm5_next import Glm5Next
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe, HyperClovaX
 from .granite_hybrid import GraniteHybrid
@@ -85,6 +86,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
+    Glm5Next(),
     DeepseekV2(),  # the GGUF files of the next three have the same architecture name
     DeepseekV3(),
     Glm4MoeLite(),

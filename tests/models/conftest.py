@@ -60,7 +60,17 @@ LAGUNA_ROPE = {
     "sliding_attention": PLAIN | {"rope_theta": 500.0},
 }
 # whose files name tensors differently than the modules of transformers
-RENAMED = ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "hy_v3", "kolibri1", "exaone_moe", "step3p7", "flint")
+RENAMED = (
+    "kimi_linear",
+    "bailing_hybrid",
+    "olmo_hybrid",
+    "hy_v3",
+    "kolibri1",
+    "exaone_moe",
+    "step3p7",
+    "flint",
+    "glm5_next",
+)
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
@@ -442,6 +452,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "kolibri1",
         {"hidden_size": 42, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3, "sliding_window": 11}
         | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "norm_topk_prob": True},
+    ),
+    "glm5-next": (
+        "glm5_next",
+        LATENT
+        | {"heads": (4, 4, 16), "qk_rope_head_dim": 0, "num_hidden_layers": 5, "swiglu_limit": 0.05}
+        | {"linear_head_dim": 12, "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "index_topk": 8}
+        | {"index_head_dim": 20, "index_n_heads": 13, "index_kpool": 4, "mlp_layer_types": ["dense"] + ["sparse"] * 4}
+        | {"layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "linear", "linear", "indexed")]}
+        | {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}},
     ),
     "flint": (
         "flint",

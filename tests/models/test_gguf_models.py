@@ -39,6 +39,7 @@ ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "gran
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
+ARCHITECTURE |= {"glm5_next_text": "glm5next"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -117,6 +118,8 @@ def write_gguf(
         writer.add_nextn_predict_layers(config["nextn"])
     if arch in ("kimi-linear", "bailingmoe3"):
         config, tensors = _kimi(writer, config, tensors)
+    if arch == "glm5next":
+        config, tensors = _glm5(writer, config, tensors)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))
@@ -124,10 +127,16 @@ def write_gguf(
     dim = config.get("head_dim") or config["qk_rope_head_dim"]
     writer.add_head_count(heads)
     of_layers = config.get("layer_types", ())
-    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in of_layers] if "conv" in of_layers else kv_heads)
+    writer.add_head_count_kv(
+        kv_heads
+        if isinstance(kv_heads, list)
+        else [kv_heads * (kind != "conv") for kind in of_layers]
+        if "conv" in of_layers
+        else kv_heads
+    )
     writer.add_key_length(dim)
     writer.add_value_length(dim)
-    turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+    turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) * (arch != "glm5next")
     writer.add_rope_dimension_count(turned)
     eps = config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"]
     if arch in ("command-r", "cohere2", "cohere2moe"):
@@ -497,6 +506,49 @@ def _kimi(
     return config | usual | {"kept": [int(kind == "full_attention") for kind in kinds]}, found
 
 
+def _glm5(
+    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys of GLM-5.3 Flash; its configuration and tensors under the usual names, without its tower."""
+    key, kinds = "glm5next.", config["layer_types"]
+    rank, still, value = (config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length_mla(still)
+    writer.add_value_length_mla(value)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_float32(f"{key}kda.gate_lower_bound", config["linear_lower_bound"])
+    for name, theirs in {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk", "kpool": "kpool"}.items():
+        writer.add_uint32(f"{key}attention.indexer.{name}", config[f"index_{theirs}"])
+    writer.add_uint32(f"{key}hyper_connection.count", config["hc_mult"])
+    writer.add_uint32(f"{key}hyper_connection.sinkhorn_iterations", config["hc_sinkhorn_iters"])
+    writer.add_float32(f"{key}hyper_connection.epsilon", config["hc_eps"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        writer.add_array(f"{key}{name}", [config["swiglu_limit"]] * len(kinds))
+    found = {}
+    for name, tensor in tensors.items():
+        if "visual" in name:
+            continue
+        name = name.replace("language_model.", "").replace("shared_experts", "shared_expert")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if match and kinds[int(match[1])] == "linear_attention" and "self_attn" in name:
+            name = name.replace("self_attn", "linear_attn").replace("o_norm", "norm").replace("o_proj", "out_proj")
+        if name.endswith("kv_b_proj.weight"):
+            keys, rows = tensor.view(-1, still + value, rank).split([still, value], 1)
+            found |= {f"blk.{match[1]}.attn_k_b.weight": keys.mT, f"blk.{match[1]}.attn_v_b.weight": rows}
+            continue
+        name += ".weight" * name.endswith(("_fn", "_base", "_scale", "_ape", "_gate"))
+        tensor = -tensor.exp() if name.endswith("A_log") else tensor
+        found[name] = tensor.squeeze(1).unsqueeze(1).unsqueeze(0) if "conv1d" in name else tensor
+    shape = {"num_key_value_heads": [int(kind != "linear_attention") for kind in kinds], "head_dim": rank}
+    return config | shape | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, found
+
+
 def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The keys of a model with gated delta layers, and its tensors with value heads in turn over the key heads."""
     k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -780,7 +832,19 @@ NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
 NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "apertus", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
-NAMES += ["ling2", "hy3", "cohere2-moe", "kolibri", "step", "exaone-moe", "dots1", "glm", "nemotron", "stablelm"]
+NAMES += [
+    "glm5-next",
+    "ling2",
+    "hy3",
+    "cohere2-moe",
+    "kolibri",
+    "step",
+    "exaone-moe",
+    "dots1",
+    "glm",
+    "nemotron",
+    "stablelm",
+]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared", "cohere2-moe-shared", "kolibri-normed")
 SLOW_NAMES += ("stablelm-parallel",)

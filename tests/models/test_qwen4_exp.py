@@ -30,7 +30,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, IndexWeights, Linear, LinearPart, Norm
 from localllm.kernels.reference import rms_norm, rope
 from localllm.kernels.registry import Impl, fits_always
-from localllm.kernels.sparse import choose_blocks, index_scores, index_write
+from localllm.kernels.sparse import choose_blocks, index_pool, index_scores, index_write
 from localllm.kernels.table import kernel_table
 from localllm.kernels.token_index import sparse_attention, token_index
 from localllm.kernels.verify.trial import SegmentTrial
@@ -279,6 +279,13 @@ def test_block_keys_are_stored_without_reading_a_gpu_back(monkeypatch: pytest.Mo
     assert known == [0, 1, 2, 3, 9]
 
 
+def indexed(index: IndexWeights) -> AttentionWeights:
+    """A layer with this index."""
+    return AttentionWeights(
+        None, Linear(()), Linear(()), num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, index=index
+    )
+
+
 def test_short_sequences_are_indexed_without_reading_a_gpu_back() -> None:
     """Tensors without data cannot be read; a block table of one page more means that lengths must be."""
     with torch.device("meta"):
@@ -287,7 +294,8 @@ def test_short_sequences_are_indexed_without_reading_a_gpu_back() -> None:
         index = IndexWeights(linear, *[Norm(torch.ones(8), 1e-6)] * 2, 2, 8, ratio=4, top=11, back=torch.ones(2, 2))
         pages = KVPages(*[torch.empty(4, 1, 16, 8)] * 2, None, None, torch.empty(4, 16, 8), torch.empty(4, 4, 8))
         angles, slots, bounds = torch.empty(6, 2), torch.empty(6, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
-        given = rms_norm, rope, index_write, index_scores, choose_blocks, torch.empty(6, 5), index, pages
+        ops = rms_norm, rope, index_write, index_pool, index_scores, choose_blocks
+        given = *ops, torch.empty(6, 5), indexed(index), pages
         for columns in (2, 3):
             view = angles, angles, torch.empty(2, columns, dtype=torch.int32), slots
             with pytest.raises(NotImplementedError) if columns == 3 else nullcontext():
@@ -327,12 +335,12 @@ def test_decode_steps_run_where_nothing_can_be_read(loaded: Callable) -> None:
         angles, slots, bounds = torch.empty(2, 2), torch.empty(2, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
         view = angles, angles, torch.empty(2, 9, dtype=torch.int32), slots
 
-        def scores(q: Tensor, keys: Tensor, table: Tensor) -> Tensor:
+        def scores(q: Tensor, keys: Tensor, table: Tensor, shares: None) -> Tensor:
             assert keys.shape == (4, 4, 8) and table.shape == (2, 9)
             return torch.empty(2, 36)
 
-        ops = rms_norm, rope, index_write, scores, choose_blocks
-        chosen = token_index(*ops, torch.empty(2, 5), index, pages, view, bounds, bounds[1:])
+        ops = rms_norm, rope, index_write, index_pool, scores, choose_blocks
+        chosen = token_index(*ops, torch.empty(2, 5), indexed(index), pages, view, bounds, bounds[1:])
         assert chosen is not None and chosen.rows is None and chosen.short is None
         assert chosen.block_table.shape == (2 * 2, 11 + 1) and chosen.lens.shape == (2 * 2,)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.kernels import Weight
 from localllm.kernels.dense_linear import REFERENCE
-from localllm.kernels.layer_weights import HyperWeights, Linear, LinearPart, Norm
+from localllm.kernels.layer_weights import HyperWeights, Linear, LinearPart, MixedWeights, Norm
 from localllm.kernels.registry import OpFacts, choose
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
@@ -59,6 +59,48 @@ def not_called(*_: object) -> Any:
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert compare(found, wanted, 2 * TOLERANCE[str(dtype).removeprefix("torch.")]) == ""
+
+
+def mixed_of(hidden: int, count: int, device: torch.device) -> MixedWeights:
+    rows, wide = (2 + count) * count, count * hidden
+    fn, base = normal(rows, wide, seed=5, scale=wide**-0.5), normal(rows, seed=6)
+    scale = torch.tensor([0.9, 1.3, 2.0])
+    return MixedWeights(count, *(part.to(device) for part in (fn, base, scale)), rounds=20, eps=1e-6, norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "count"), [(45, 4), (300, 2), pytest.param(1000, 8, marks=SLOW)])
+def test_streams_are_mixed(hidden: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    """mHC; a token's result does not depend on the others."""
+    weights, x = mixed_of(hidden, count, device), normal(3, count * hidden, seed=2, scale=3.0).to(device, dtype)
+    mixed, gains = hyper.hyper_in(not_called, x, weights)
+    wanted, wanted_gains = REFERENCES["hyper_in"](x.float(), weights)
+    assert (mixed.dtype, gains.dtype) == (dtype, torch.float32)
+    close(mixed, wanted, dtype)
+    close(gains, wanted_gains, dtype)
+    matrix = gains[:, count:].unflatten(-1, (count, count))
+    torch.testing.assert_close(matrix.sum(1), torch.ones(3, count, device=device), rtol=1e-4, atol=1e-4)
+    output = normal(3, hidden, seed=3).to(device, dtype)
+    before = x.clone()
+    wanted = REFERENCES["hyper_out"](x.clone().float(), output.float(), gains)
+    found = hyper.hyper_out(not_called, x, output, gains)
+    assert found is x
+    close(found, wanted, dtype)
+    for row in range(3):
+        alone = before[row : row + 1].clone()
+        own, own_gains = hyper.hyper_in(not_called, alone, weights)
+        assert torch.equal(own[0], mixed[row]) and torch.equal(own_gains[0], gains[row])
+        assert torch.equal(hyper.hyper_out(not_called, alone, output[row : row + 1], own_gains)[0], found[row])
+
+
+def test_streams_that_no_kernel_mixes(device: torch.device) -> None:
+    """Three of them, and rows that are not contiguous."""
+    x = normal(2, 2 * 3 * 44, seed=2).to(device)
+    assert hyper.hyper_in(lambda *_: "composed", x[:, : 3 * 44].contiguous(), mixed_of(44, 3, device)) == "composed"
+    assert hyper.hyper_in(lambda *_: "composed", x[:, : 2 * 44], mixed_of(44, 2, device)) == "composed"
+    gains = torch.ones(2, 12, device=device)
+    output = x[:, :44].contiguous()
+    assert hyper.hyper_out(lambda *_: "composed", x[:, : 3 * 44].contiguous(), output, gains) == "composed"
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

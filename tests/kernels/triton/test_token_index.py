@@ -68,18 +68,21 @@ def test_queries_with_pages_of_their_own(heads: int, dim: int, device: torch.dev
 SHAPES = ModelShapes(44, 70, OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16"))
 
 
-@pytest.mark.parametrize("op", ["index_write", "choose_blocks"])
+@pytest.mark.parametrize("op", ["index_write", "index_pool", "index_scores", "choose_blocks"])
 def test_ops_agree_with_their_references(op: str, device: torch.device) -> None:
-    """As on the user's card: long and short sequences, equal scores, blocks begun and completed in one step."""
+    """As on the user's card: long and short sequences, equal scores, blocks begun and completed in one step; scores of
+    queries whose heads have weights, which may be below 0.
+    """
     shapes = replace(SHAPES, facts=replace(SHAPES.facts, device=device.type))
     assert op_error(op, getattr(ours, op), shapes) == ""
 
 
 def test_more_scores_than_a_program_reads_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal scores in several tiles, of which only some are chosen, and -0, which is 0."""
+    """Equal scores in several tiles, of which only some are chosen, scores below 0, and -0, which is 0."""
     monkeypatch.setattr(ours, "CHOICE", 64)
-    scores = (torch.rand(4, 900, generator=torch.Generator().manual_seed(4)) * 5).floor().to(device)
+    scores = (torch.rand(4, 900, generator=torch.Generator().manual_seed(4)) * 5 - 2).floor().to(device)
     scores[1], scores[2] = 0.0, -0.0
+    scores[3, :5] = torch.tensor([float("-inf"), -3e38, -1e-45, 3e38, float("inf")])
     table = torch.arange(225, dtype=torch.int32, device=device).flip(0).expand(4, -1)
     lens = torch.tensor([3600, 3599, 1801, 79], dtype=torch.int32, device=device)
     for top in (1, 20, 63, 64, 300):
