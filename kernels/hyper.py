@@ -63,16 +63,24 @@ def _mixed_in(x: Tensor, weights: MixedWeights) -> tuple[Tensor, Tensor]:
             strict=True,
         )
     )
-    matrix = matrix.unflatten(-1, (count, count)).softmax(-1).add_(weights.eps)
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + weights.eps)
+    matrix = matrix.unflatten(-1, (count, count))
+    matrix = (matrix - matrix.amax(-1, keepdim=True)).exp_()
+    matrix = matrix / _sum(matrix, -1) + weights.eps
+    matrix = matrix / (_sum(matrix, -2) + weights.eps)
     for _ in range(weights.rounds - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + weights.eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + weights.eps)
+        matrix = matrix / (_sum(matrix, -1) + weights.eps)
+        matrix = matrix / (_sum(matrix, -2) + weights.eps)
     before, parts = sigmoid(before).add_(weights.eps).unsqueeze(-1), streams.unflatten(-1, (count, -1))
     mixed = parts[:, 0] * before[:, 0]
     for stream in range(1, count):
         mixed = mixed + parts[:, stream] * before[:, stream]
     return mixed.to(x.dtype), torch.cat([sigmoid(after).mul_(2.0), matrix.flatten(1)], -1)
+
+
+def _sum(matrix: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension, kept, in the order of its elements, for any number of tokens."""
+    first, *others = matrix.split(1, dim)
+    return sum(others, first)
 
 
 def hyper_out(x: Tensor, output: Tensor, gains: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class AttentionWeights:
     parallel: bool = False  # the feed-forward layer reads the residual stream before attention's output is added
     join: Join | None = None  # for `out`, with tensor parallelism
     streams: StreamWeights | None = None  # if a token has several residual streams
-    hyper: HyperWeights | None = None  # see `HyperWeights`
+    hyper: HyperWeights | MixedWeights | None = None  # see `HyperWeights`
     index: IndexWeights | None = None  # sparse attention, see `token_index`
 
     @property

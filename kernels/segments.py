@@ -291,9 +291,9 @@ def decoder(
                 continue
         else:
             if isinstance(weights, LatentWeights):
-                where = of_layer, views[view], cu_query_lens, seq_lens
-                chosen = None if weights.index is None else token_index(x, weights, *where)
-                x = sparse_latent(latent_attention, x, weights, *where, chosen)
+                given = of_layer, views[view], cu_query_lens, seq_lens
+                chosen = None if weights.index is None else token_index(x, weights, *given)
+                x = sparse_latent(latent_attention, x, weights, *given, chosen)
             elif weights is not None:
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             if hyper is not None:

@@ -34,7 +34,7 @@ def _kept(keys, slots, stored, token, slot, back, d, ok, WIDTH: tl.constexpr, KE
     is_new = (token >= back) & (tl.load(slots + row) == slot - back)
     new = tl.load(keys + row * KEY_STRIDE + d, mask=ok, other=0.0)
     old = tl.load(stored + (slot - back) * WIDTH + d, mask=ok, other=0.0)
-    return tl.where(is_new, new.to(stored.dtype.element_ty), old).to(tl.float32)
+    return tl.where(is_new, new.to(tl.float32).to(stored.dtype.element_ty), old).to(tl.float32)
 
 
 @triton.jit
@@ -61,7 +61,8 @@ def _write_keys(
     slot = tl.load(slots + token)
     wait_for_previous(PDL)
     key = tl.load(keys + token * KEY_STRIDE + d, mask=d < DIM, other=0.0)
-    tl.store(stored + slot * DIM + d, key.to(stored.dtype.element_ty), mask=d < DIM)
+    # through float32: compute capability 7.5 has no conversion to bfloat16, and only from float32 one is emulated
+    tl.store(stored + slot * DIM + d, key.to(tl.float32).to(stored.dtype.element_ty), mask=d < DIM)
     if slot % RATIO == RATIO - 1:
         other = _partner(d, HALF, False)
         mean = _block_sum(keys, slots, stored, token, slot, d, DIM, RATIO, KEY_STRIDE) * (1.0 / RATIO)
@@ -103,8 +104,8 @@ def _pool_keys(
     slot = tl.load(slots + token)
     wait_for_previous(PDL)
     for part in tl.static_range(2):
-        key = tl.load(keys + token * KEY_STRIDE + part * DIM + d, mask=ok, other=0.0)
-        tl.store(stored + slot * (2 * DIM) + part * DIM + d, key.to(stored.dtype.element_ty), mask=ok)
+        own = tl.load(keys + token * KEY_STRIDE + part * DIM + d, mask=ok, other=0.0).to(tl.float32)
+        tl.store(stored + slot * (2 * DIM) + part * DIM + d, own.to(stored.dtype.element_ty), mask=ok)
     if slot % RATIO == RATIO - 1:
         most = tl.full([PADDED], float("-inf"), tl.float32)
         for place in tl.static_range(RATIO):
@@ -182,18 +183,18 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, sha
     queries = max(1, ROWS // padded)
     if per_page:  # a product has rows of one query
         padded, queries = max(ROWS, padded), 1
-    tile = max(16, min(KEYS, SCORES // (queries * padded)))
+    # without bfloat16 or float16 on both sides products are plain multiplications, with more registers
+    fast = q.dtype == keys.dtype and card_of(q.device).capability >= 80
+    tile = max(16, min(KEYS, (SCORES if fast else SCORES // 4) // (queries * padded)))
     sizes = {"HEADS": heads, "PADDED": padded, "DIM": dim, "STEP": step, "QUERIES": queries, "KEYS": tile}
     grid = -(-num_keys // tile), -(-count // queries)
     given = out if shares is None else shares.float().contiguous()
     tensors = q.contiguous(), keys.contiguous(), table, given, out, count, num_keys, table.stride(0)
-    # without bfloat16 or float16 on both sides products are plain multiplications, with more registers
-    warps = 4 if q.dtype == keys.dtype and card_of(q.device).capability >= 80 else 8
     launch(
         _score_keys,
         grid,
         *tensors,
-        num_warps=warps,
+        num_warps=4 if fast else 8,
         **sizes,
         PER_PAGE=per_page,
         SHARES=shares is not None,

@@ -280,13 +280,16 @@ def _index_scores(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         for count, num_keys in ((1, 700), (17, 65)):
             q, keys = source.normal(count, heads, dim), source.normal(num_keys, dim)
             keys = keys.float() if source.device.type == "cpu" else keys.bfloat16()
-            shares = (None, source.normal(count, heads, dtype=torch.float32)) if pooled else ()
-            yield (f"{count} x {num_keys}, {heads} x {dim}", (q, keys, *shares))
+            given: tuple[Any, ...] = (q, keys)
+            if pooled:
+                given += (None, source.normal(count, heads, dtype=torch.float32))
+            yield (f"{count} x {num_keys}, {heads} x {dim}", given)
         per_page = shapes.facts.page_size // ratio
         keys = keys[: per_page * (65 // per_page)].unflatten(0, (-1, per_page))
         table = source.ints([[2, 0, -1], [1, 2, 0]], torch.int32).clamp(max=keys.shape[0] - 1)
-        shares = (source.normal(2, heads, dtype=torch.float32),) if pooled else ()
-        yield (f"pages of {per_page}, {heads} x {dim}", (q[:2], keys, table, *shares))
+        given = q[:2], keys, table
+        given += (source.normal(2, heads, dtype=torch.float32),) if pooled else ()
+        yield (f"pages of {per_page}, {heads} x {dim}", given)
 
 
 def _index_sizes(shapes: ModelShapes) -> Iterator[tuple[int, int, int, bool]]:

@@ -25,10 +25,10 @@ from localllm.paths import read_json
 MAX_CONFIG_BYTES = 4 << 20
 HYBRID = re.compile(
     r"Qwen3[._][568](?!B)|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1|Kimi-?Linear"
-    r"|Ling-?3",
+    r"|Ling-?3|GLM-5\.3-Flash",
     re.I,
 )
-MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|Ling-?3(\.0)?-flash|MTP", re.I)
+MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-(4\.[5-9]|5)|Ling-?3(\.0)?-flash|MTP", re.I)
 EXPERTS = re.compile(
     r"(^|[-_.])A\d+(\.\d+)?B\b|MoE|\d+x\d+B|gpt-oss|GLM-4\.\d|GLM-5|DeepSeek-(V\d|R1(?!-Distill))|Next-80B|Coder-Next"
     r"|Flash-Next|Scout|Maverick|Kimi|Ling-?3",

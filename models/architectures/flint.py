@@ -35,7 +35,7 @@ class Flint(Qwen3Moe):
     label = "Flint"
     hf_types = {"flint": DEFAULTS}
     hf_wrappers: ClassVar[dict[str, str]] = {}
-    hf_classes = ("FlintForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("FlintForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ()
 
     def from_hf(self, config: HfConfig) -> ModelFacts:

@@ -197,8 +197,8 @@ class OpenModel(Checkpoint):
         for streams in (facts.streams, facts.hyper):
             for module, shape in {} if streams is None else streams.outer(hidden).items():
                 self._linear(module, shape)
-        for name, size in {} if facts.hyper is None else facts.hyper.outer_vectors(hidden).items():
-            self._vector(name, size)
+        for name, sizes in {} if facts.hyper is None else facts.hyper.outer_vectors(hidden).items():
+            self._vector(name, sizes)
         for index, layer in enumerate(facts.layers):
             self._layer(index, layer, hidden)
         size = hidden

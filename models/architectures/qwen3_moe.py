@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
@@ -30,9 +32,9 @@ class Qwen3Moe(Architecture):
             "rope_theta": 500_000.0, "tie_word_embeddings": True,
         },
     }  # fmt: skip
-    hf_wrappers = {"qwen3_vl_moe": "qwen3_vl_moe_text"}
-    hf_classes = ("Qwen3MoeForCausalLM",)
-    gguf_types = ("qwen3moe", "qwen3vlmoe")
+    hf_wrappers: ClassVar[dict[str, str]] = {"qwen3_vl_moe": "qwen3_vl_moe_text"}
+    hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3MoeForCausalLM",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("qwen3moe", "qwen3vlmoe")
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()

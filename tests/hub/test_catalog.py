@@ -30,7 +30,7 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     check_repo_id(candidate.repo)
     assert candidate.format
     bits = candidate.weight_bytes * 8 / candidate.params
-    assert 3 < bits < 21, f"{bits:.1f} bits per weight"
+    assert 2.4 < bits < 21, f"{bits:.1f} bits per weight"
     assert ("GGUF" in candidate.repo) == bool(candidate.quant)
     assert candidate.device in ("gpu", "any")
     assert re.fullmatch(r"(\d{4}-\d\d)?", candidate.released)

@@ -319,9 +319,11 @@ TARGETS = (
     "kimi-linear",
     "ling3",
     "qwen4-exp",
+    "glm5-next",
 )
 # experts, up projections of latents, hyper-connections, index and n-grams take no adapters
 OF_MIXERS = dict.fromkeys(("kimi-linear", "ling3"), r".*\.self_attn\.(?!kv_)[\w.]+_proj")
+OF_MIXERS["glm5-next"] = r".*language_model.*\.self_attn\.(?!kv_|indexer)[\w.]+_proj"
 OF_MIXERS["qwen4-exp"] = r".*\.(self_attn\.[qkvo]_proj|linear_attn\.(in|out)_proj\w*)"
 
 

@@ -170,7 +170,7 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
 
 
 SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "ling3", "mistral", "gemma3"], [False, True])]
-SEVERAL += [("olmo-hybrid", True), ("qwen4-exp", True)]
+SEVERAL += [("olmo-hybrid", True), ("qwen4-exp", True), ("glm5-next", True)]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,10 @@ def test_a_model_with_states_has_slots_for_those_before_guesses(loaded: Callable
     assert engine._pages.slots is not None and engine._pages.slots.num_pages == made.num_slots == 4 * 3 + 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "mistral", "qwen4-exp"])
+GRAPHS = ("qwen3", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "mistral", "qwen4-exp", "glm5-next")
+
+
+@pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_equals_eager_token_by_token(
     loaded: Callable[[str], Model], name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +425,7 @@ def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Cal
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3", "qwen4-exp"])
+@pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3", "qwen4-exp", "glm5-next"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["rows by themselves", "fastest"])
 def test_captured_graph_equals_eager_on_the_card(
     name: str, deterministic: bool, tiny: Callable[[str], Any], tmp_path: Path

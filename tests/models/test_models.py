@@ -96,7 +96,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     "name",
     [
         *("llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"),
-        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid"),
+        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid", "glm5-next"),
     ],
 )
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
