@@ -35,6 +35,7 @@ from .sequences import query_of
 ROTATING = 6  # extra float32 latents of memory per query head that the Hadamard rotation for int8 needs
 ROWS, NARROW_ROWS = 32, 16  # most query heads per program; NARROW: with 8-bit pages, whose widened codes take registers
 _STEP_FIELDS = FUSED_LATENT - {"post_norm", "temperature"} | {"stacked"}
+REGISTERS = 168  # per thread, with 8-bit pages and no rotated part: the compiler's 128 spill on compute capability 10.0
 KEYS, NARROW_KEYS = 32, 16  # keys per tile: 36 KB of 16-bit values; with 8-bit pages
 
 
@@ -78,8 +79,9 @@ def split_latents(
     real = (head < HEADS)[:, None]
     q_row = q + (row.to(tl.int64) * HEADS + head)[:, None] * Q_STRIDE
     q_still = tl.load(q_row + d[None, :], mask=real & (d < RANK)[None, :], other=0.0).to(operand)
-    q_row = turned_q + (row.to(tl.int64) * HEADS + head)[:, None] * TURNED_STRIDE
-    q_turned = tl.load(q_row + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
+    if TURNED > 0:
+        q_row = turned_q + (row.to(tl.int64) * HEADS + head)[:, None] * TURNED_STRIDE
+        q_turned = tl.load(q_row + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         begin = place * size
         end = tl.minimum(begin + size, length)
@@ -203,6 +205,7 @@ def _attend(
             STAGES=1 if is_narrow else 2,
             INTERPRET=interpreting(),
             num_warps=8,
+            registers=REGISTERS if is_narrow and not turned.shape[2] else 0,
             **split,
         )
         launch(

@@ -24,7 +24,7 @@ from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
 ROWS = 16  # rows of the product, at least: queries times heads
 KEYS, SCORES = 64, 4096  # most keys of a tile; products of a tile, if it has more than 64 rows
 STEP = 128  # elements of a head at once
-CHOICE = 4096  # scores at once, with 8 warps: 16 warps, or twice as many scores, spill registers
+CHOICE = 2048  # scores at once, with 8 warps: Triton 3.6 spills registers with 4,096 on compute capability 12.0
 
 
 @triton.jit
@@ -205,10 +205,10 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, sha
 
 @triton.jit
 def _bits(scores, block, whole):
-    """Unsigned numbers that compare like the scores."""
+    """Integers that compare like the scores."""
     score = tl.load(scores + block, mask=block < whole, other=0.0)
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -225,11 +225,18 @@ def _next_digit(
         bits, alike = _bits(scores, block, whole), block < whole
         if SHIFT + WIDTH < 32:
             alike &= (bits >> (SHIFT + WIDTH)) == least
-        counts += tl.histogram(((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32), 2048, alike)
+            digit = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+        else:
+            digit = (bits >> SHIFT) + (1 << (WIDTH - 1))
+        counts += tl.histogram(digit, 2048, alike)
     at_least = tl.cumsum(counts, 0, reverse=True)
-    digit = tl.sum((at_least >= missing).to(tl.int32), 0) - 1
-    missing -= tl.sum(tl.where(place == digit + 1, at_least, 0), 0)
-    return (least << WIDTH) | digit.to(tl.uint32), missing
+    last = tl.sum((at_least >= missing).to(tl.int32), 0) - 1
+    missing -= tl.sum(tl.where(place == last + 1, at_least, 0), 0)
+    if SHIFT + WIDTH < 32:
+        least = (least << WIDTH) | last
+    else:
+        least = last - (1 << (WIDTH - 1))
+    return least, missing
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
@@ -246,7 +253,7 @@ def _choose(
     length = tl.load(seq_lens + query)
     whole, rest = length // RATIO, length % RATIO
     # the least score that is chosen, and how many blocks with it
-    least, missing = (whole * 0).to(tl.uint32), whole * 0 + TOP
+    least, missing = whole * 0 - 1 - 0x7FFFFFFF, whole * 0 + TOP
     if whole > TOP:
         least, missing = _next_digit(scores, whole, least, missing, 21, 11, TILE)
         least, missing = _next_digit(scores, whole, least, missing, 10, 11, TILE)

@@ -18,7 +18,7 @@ from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
 from .kimi_linear import GGUF_KIMI, KimiLinear, delta_names, limits_of
-from .layers import Dense, Experts, LayerFacts, MixedConnections
+from .layers import Dense, Experts, Fusion, LayerFacts, MixedConnections
 from .mixers import KimiDelta, LatentAttention, PooledIndex, RopeFacts
 from .names import NameMap, gguf_names, hf_names
 from .qwen4_exp import MOST_STREAMS, indexed, shared_layers
@@ -36,7 +36,7 @@ _GGUF |= {f"{INDEXER}.weights_proj": "indexer.proj", f"{INDEXER}.k_norm": "index
 
 
 class Glm5Next(KimiLinear):
-    """Nothing is rotated. The layer after the last one is an MTP head, which is not used."""
+    """Nothing is rotated. The layer after the last one is an MTP head, with one residual stream."""
 
     name = "glm5_next"
     label = "GLM-5.3 Flash (text)"
@@ -90,15 +90,16 @@ class Glm5Next(KimiLinear):
         )  # fmt: skip
         delta = self.delta(config)
         mixers = [attention if kind == "full_attention" else delta for kind in kinds]
-        limits = [keys.number("swiglu_limit", 1e-3, 1e6)] * config.num_layers
+        limits = [keys.number("swiglu_limit", 1e-3, 1e6)]
         experts = self.experts(config, config.activation())
         hyper = MixedConnections(
             keys.integer("hc_mult", 2, MOST_STREAMS),
             keys.integer("hc_sinkhorn_iters", 1, MOST_ROUNDS),
             keys.number("hc_eps", 0.0, 0.1),
         )
-        layers = _layers(config, mixers, self.dense_layers(config), experts, (limits, limits), hyper)
-        return self.without_mtp(config, config.facts(layers, context))
+        limits = limits * (config.num_layers + 1)
+        layers, predictor = _layers(config, mixers, self.dense_layers(config), experts, (limits, limits), hyper)
+        return config.facts(layers, context, predictor=predictor)
 
     def latent(
         self, config: Config, rank: int, still: int, value: int, query_rank: int, index: tuple[str, str, str, str]
@@ -127,13 +128,6 @@ class Glm5Next(KimiLinear):
         first = config.keys.integer("first_k_dense_replace", 0, MAX_LAYERS, DENSE)
         return [layer < first for layer in range(config.num_layers)]
 
-    def without_mtp(self, config: Config, facts: ModelFacts) -> ModelFacts:
-        """The facts, with the reason why an MTP head is not used."""
-        start = config.names.source(f"model.layers.{config.num_layers}.eh_proj")
-        if not any(name.startswith(f"{start}.") for name in config.checkpoint.tensors):
-            return facts
-        return replace(facts, predictor_flaw="an MTP head beside several residual streams is not supported")
-
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
         context = keys.integer("context_length", 1, MAX_CONTEXT)
@@ -159,8 +153,8 @@ class Glm5Next(KimiLinear):
         dense = [layer < first for layer in range(config.num_layers)]
         limits = limits_of(config, "swiglu_clamp_exp"), limits_of(config, "swiglu_clamp_shexp")
         mixers, experts = self.gguf_mixers(config, attention), self.gguf_experts(config, first)
-        layers = _layers(config, mixers, dense, experts, limits, hyper)
-        return self.without_mtp(config, config.facts(layers, context))
+        layers, predictor = _layers(config, mixers, dense, experts, limits, hyper)
+        return config.facts(layers, context, predictor=predictor)
 
     def gguf_delta(self, config: GgufConfig) -> KimiDelta:
         floor = config.keys.number("kda.gate_lower_bound", -100.0, -1e-3, -5.0)
@@ -185,8 +179,10 @@ def _layers(
     experts: Experts,
     limits: tuple[Sequence[float | None], Sequence[float | None]],
     hyper: MixedConnections,
-) -> tuple[LayerFacts, ...]:
-    """The layers; `limits` are those of routed and of shared experts, of which the former apply to dense layers."""
+) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
+    """The layers and the MTP head; `limits`, one more than layers, are those of routed and of shared experts, of which
+    the former apply to dense layers.
+    """
 
     def ffn(is_dense: bool, limit: float | None, of_shared: float | None) -> Dense | Experts:
         act = "silu" if limit is None and of_shared is None else "silu_clamped"
@@ -195,4 +191,6 @@ def _layers(
         return replace(experts, act=act, limit=limit, shared_limit=of_shared)
 
     each = zip(mixers, dense, *(one[: config.num_layers] for one in limits), strict=True)
-    return shared_layers([LayerFacts(mixer, ffn(*rest), hyper=hyper) for mixer, *rest in each])
+    layers = shared_layers([LayerFacts(mixer, ffn(*rest), hyper=hyper) for mixer, *rest in each])
+    attention = next((mixer for mixer in mixers if isinstance(mixer, LatentAttention)), None)
+    return layers, LayerFacts(attention, ffn(False, *(one[-1] for one in limits)), fusion=Fusion())

@@ -510,7 +510,7 @@ def _glm5(
     writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The keys of GLM-5.3 Flash; its configuration and tensors under the usual names, without its tower."""
-    key, kinds = "glm5next.", config["layer_types"]
+    key, kinds = "glm5next.", config["layer_types"] + ["full_attention"] * config.get("nextn", 0)
     rank, still, value = (config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)

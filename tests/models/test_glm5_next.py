@@ -36,23 +36,24 @@ from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 
+from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
+from .test_predictor import Checked, loaded_head, own_logits
 from .test_qwen4_exp import Made, logits, prompt, relative_error
 
 NAME, REACH = "glm5-next", 11  # of the tiny model: two blocks of four tokens and the rest
 
 
 def published(model: Any, folder: Path, **changes: Any) -> Path:
-    """The checkpoint with the configuration of the hub, and an MTP head."""
+    """The checkpoint with the configuration of the hub."""
     text = {key: value for key, value in model.config["text_config"].items() if "linear_" not in key}
     kinds = [kind.replace("indexed", "deepseek_sparse") for kind in text.pop("layer_types")]
     names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
     values = {theirs: model.config["text_config"][f"linear_{ours}"] for theirs, ours in names.items()}
     text |= {"linear_attn_config": values | {"gate_lower_bound": -5.0}, "layer_types": kinds, "mhc": True}
     text |= {"first_k_dense_replace": text.pop("mlp_layer_types").count("dense"), "mla_use_nope": True}
-    text |= {"indexer_types": ["full"] * len(kinds), "index_kpool_compress": True, "num_nextn_predict_layers": 1}
-    more = {"model.language_model.layers.5.eh_proj.weight": torch.ones(45, 90)}
-    return model.save(folder, more, text_config=text | changes)
+    text |= {"indexer_types": ["full"] * len(kinds), "index_kpool_compress": True}
+    return model.save(folder, text_config=text | changes)
 
 
 def test_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path) -> None:
@@ -62,10 +63,74 @@ def test_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     with open_model(folder) as checkpoint:
         facts = checkpoint.facts
         assert "is not supported: the model reads text only" in checkpoint.unread
-    assert facts.predictor is None and "MTP head beside several residual streams" in facts.predictor_flaw
     kinds = [type(layer.mixer) for layer in facts.layers]
     assert kinds == [KimiDelta, LatentAttention, KimiDelta, KimiDelta, LatentAttention]
     assert [type(layer.ffn) for layer in facts.layers] == [Dense] + [Experts] * 4
+
+
+def with_head(model: Any) -> tuple[Any, Callable[[Tensor, Tensor], Tensor]]:
+    """The model with an MTP head in its checkpoint, and its pass: (embeddings, normed hidden states) -> normed states.
+
+    A layer of sparse attention and experts with one residual stream, made of transformers' modules.
+    """
+    from transformers.models.glm5_next import modeling_glm5_next as theirs
+
+    config = model.reference.config.text_config
+    norms = {name: theirs.Glm5NextTextRMSNorm(45, eps=1e-5) for name in ("enorm", "hnorm", "shared_head.norm")}
+    norms |= {
+        name: theirs.Glm5NextTextRMSNorm(45, eps=1e-5) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    parts = norms | {"self_attn": theirs.Glm5NextTextAttention(config, 4), "mlp": theirs.Glm5NextTextMoE(config)}
+    parts["eh_proj"] = torch.nn.Linear(90, 45, bias=False)
+    draw, tensors = torch.Generator().manual_seed(4), {}
+    for name, part in parts.items():
+        part.eval()
+        for key, value in part.state_dict().items():
+            noise = torch.randn(value.shape, generator=draw)
+            one = "norm" in f"{name}.{key}" and not key.endswith("bias")
+            value.copy_(1 + 0.2 * noise if one else noise * max(value.shape[-1:], default=1) ** -0.5)
+            tensors[f"model.language_model.layers.5.{name}.{key}"] = value.clone()
+
+    def run(embedded: Tensor, hidden: Tensor) -> Tensor:
+        both = torch.cat([parts["enorm"](embedded), parts["hnorm"](hidden)], -1)
+        x = parts["eh_proj"](both)[None]
+        seen = torch.ones(1, x.shape[1], dtype=torch.bool)
+        x = x + parts["self_attn"](parts["input_layernorm"](x), attention_mask=seen)[0]
+        return parts["shared_head.norm"](x + parts["mlp"](parts["post_attention_layernorm"](x)))[0]
+
+    text = model.config["text_config"] | {"num_nextn_predict_layers": 1}
+    changed = replace(model, config=model.config | {"text_config": text}, tensors=model.tensors | tensors)
+    return changed, run
+
+
+def test_its_mtp_head_predicts_as_transformers_modules_do(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """From normed means of the streams, over more tokens than a query sees, in chunks; its files state it or not."""
+    model, run = with_head(tiny(NAME))
+    ids = prompt(71)
+    with torch.no_grad():
+        inner = model.reference.model.language_model
+        hidden = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[0, :-1]
+        wanted = model.reference.lm_head(run(inner.embed_tokens(torch.tensor(ids[1:])), hidden))
+    found = own_logits(loaded_head(model, tmp_path / "stated"), paged, ids, [33, 1, 36])
+    assert relative_error(found, wanted) < 1e-4
+    path = write_gguf(
+        tmp_path / "tiny.gguf", model.config["text_config"] | {"nextn": 1, "num_hidden_layers": 6}, model.tensors,
+        gguf.GGMLQuantizationType.F32,
+    )  # fmt: skip
+    with open_model(path) as checkpoint:
+        assert checkpoint.facts.predictor is not None and checkpoint.facts.num_layers == 5
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    assert relative_error(own_logits(ours, paged, ids, [70]), wanted) < 1e-4
+
+
+def test_guesses_of_its_head_change_no_answer(tiny: Callable, tmp_path: Path) -> None:
+    """Sampled and greedy, of prompts shorter and longer than what a query sees, eager and with replayed steps."""
+    ours = loaded_head(with_head(tiny(NAME))[0], tmp_path)
+    expected = answers(engine_of(ours), requests(1))
+    for buckets in ((), (1, 2, 4)):
+        engine = engine_of(ours, buckets)
+        checked = Checked(engine, 3)
+        assert answers(engine, requests(1)) == expected and checked.seen
 
 
 @pytest.mark.parametrize(
