@@ -36,9 +36,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Per-layer inputs (Gemma 3n): a row of a second table plus a normed projection of the first layer's input."""
+    """Per-layer inputs (Gemma 3n): a row of a second table (if any) plus a normed projection of the first input."""
 
-    rows: RowReader  # [.., layers * size]
+    rows: RowReader | None  # [.., layers * size]
     projection: Linear
     norm: Norm  # over the projection for one layer
     dtype: torch.dtype  # of the result
@@ -49,6 +49,8 @@ class LayerInputs:
         size = self.norm.weight.shape[0]
         projected = self.projection(x).float().mul_(x.shape[-1] ** -0.5).unflatten(-1, (-1, size))
         inputs = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
+        if self.rows is None:
+            return inputs.to(self.dtype)
         stored = self.rows(token_ids).float().mul_(size**0.5)
         return inputs.add_(stored.view(inputs.shape)).mul_(2**-0.5).to(self.dtype)
 

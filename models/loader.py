@@ -264,14 +264,17 @@ class Loading(Reader):
         return Entry(table, norm.weight, norm.bias, norm.eps)
 
     def inputs(self, facts: InputTable) -> LayerInputs:
-        """Load the per-layer embedding table, of which only rows are read, and the projection of the embedding."""
-        (table, shape), (projection, other) = facts.linears(self.facts.hidden_size).items()
-        weight = self.owned(self.weight(table, shape))
+        """Load the per-layer embedding table (if any), of which only rows are read, and the projection of the
+        embedding.
+        """
+        *tables, (projection, other) = facts.linears(self.facts.hidden_size).items()
         linear = self.linear("input_model", (projection,), (other,))
         norm = self.norm("model.per_layer_projection_norm", facts.size)
-        held = weight.nbytes + linear.nbytes + norm.weight.nbytes
-        rows = weight_rows(weight)
-        rows = rows if facts.rows >= self.facts.vocab_size else rows_within(facts.rows, rows)
+        held, rows = linear.nbytes + norm.weight.nbytes, None
+        for table, shape in tables:
+            weight = self.owned(self.weight(table, shape))
+            held, rows = held + weight.nbytes, weight_rows(weight)
+            rows = rows if facts.rows >= self.facts.vocab_size else rows_within(facts.rows, rows)
         return LayerInputs(rows, linear, norm, getattr(torch, self.options.dtype), held)
 
     def dense(self, module: str, shape: tuple[int, int]) -> Tensor:

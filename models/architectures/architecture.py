@@ -29,9 +29,9 @@ class Architecture(ABC):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         """Facts from config.json. Raises UnsupportedModel for unsupported features, BadModelFile for bad values."""
 
-    @abstractmethod
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        """Facts from GGUF metadata. Raises like `from_hf`."""
+        """Facts from GGUF metadata, of families with `gguf_types`. Raises like `from_hf`."""
+        raise config.unsupported(config.source)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """The text model's values in config.json, under the keys that `from_hf` reads."""

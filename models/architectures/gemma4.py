@@ -91,7 +91,7 @@ class Gemma4(Architecture):
         keys = config.keys
         if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": within images only
             raise config.unsupported(f"{config.source} with bidirectional attention")
-        dim, kv_heads = _global_heads(config)
+        dim, kv_heads = global_heads(config, _kv_heads(config))
         parameters = object_of(config.given, "rope_parameters")
         both = [Fields(keys.path, object_of(Fields(keys.path, parameters), f"{one}_attention")) for one in _KINDS]
         for fields, known in zip(both, ("proportional", "default"), strict=True):
@@ -103,7 +103,7 @@ class Gemma4(Architecture):
         rope = RopeFacts(theta, dim, "proportional", turning=turned)
         local = RopeFacts(both[1].number("rope_theta", 1.0, 1e15, LOCAL_THETA), config.head_dim)
         attention = config.attention(local, scale=1.0, qk_norm=True, v_norm=True, causal=True)
-        full = _full_attention(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
+        full = full_attention(config, attention, rope, dim, kv_heads, keys.flag("attention_k_eq_v"))
         windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
         dense = config.dense(config.activation("hidden_activation"))
         assistant = _assistant(config)
@@ -146,7 +146,7 @@ class Gemma4(Architecture):
         wide = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
         first = next((layer for layer, window in enumerate(windows) if window is None), 0)
         stored = f"{config.names.source(f'model.layers.{first}.self_attn.v_proj')}.weight" in config.checkpoint.tensors
-        full = _full_attention(config, wide, rope, kv_heads[first], not stored)
+        full = full_attention(config, wide, rope, rope.dim, kv_heads[first], not stored)
         small = next((layer for layer, window in enumerate(windows) if window is not None), 0)
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
         inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
@@ -202,7 +202,7 @@ class Stack:
         tensors = config.checkpoint.tensors
         unread = tuple(_unused_prefixes(config, layers))
         spare = sum(info.nbytes for name, info in tensors.items() if name.startswith(unread)) if unread else 0
-        if inputs is not None:
+        if inputs is not None and inputs.rows:
             table = f"{config.names.source('model.embed_tokens_per_layer')}."
             nbytes = sum(info.nbytes for name, info in tensors.items() if name.startswith(table))
             inputs = replace(inputs, nbytes=nbytes)
@@ -281,8 +281,11 @@ def _unused_prefixes(config: Config, layers: Sequence[LayerFacts]) -> Iterator[s
                 yield f"{config.names.source(f'model.layers.{index}.self_attn.{name}')}."
 
 
-def _global_heads(config: HfConfig) -> tuple[int, int]:
-    """Head size and KV heads of the full-attention layers, which transformers stores per layer."""
+def global_heads(config: HfConfig, kv_heads: int) -> tuple[int, int]:
+    """Head size and KV heads of the full-attention layers, which transformers stores per layer.
+
+    kv_heads   if it does not
+    """
     keys = config.keys
     given = [Fields(keys.path, one) for one in object_of(keys, "per_layer_config").values() if isinstance(one, dict)]
     each = {
@@ -296,15 +299,21 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
         raise config.unsupported(f"{config.source} with {len(each) + 1} kinds of heads")
     if each:
         return each.pop()
-    heads = config.num_kv_heads
-    if keys.flag("attention_k_eq_v"):
-        heads = keys.integer("num_global_key_value_heads", 1, MAX_HEADS, heads)
-    return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), heads
+    return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), kv_heads
 
 
-def _full_attention(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
-    if config.num_heads % kv_heads or rope.dim % 2:
+def _kv_heads(config: HfConfig) -> int:
+    tied = config.keys.flag("attention_k_eq_v")
+    own = config.num_kv_heads
+    return config.keys.integer("num_global_key_value_heads", 1, MAX_HEADS, own) if tied else own
+
+
+def full_attention(
+    config: Config, attention: Attention, rope: RopeFacts, dim: int, kv_heads: int, k_is_v: bool = False
+) -> Attention:
+    """The attention of the layers without a window, with heads of `dim` elements."""
+    if config.num_heads % kv_heads or dim % 2:
         raise config.unsupported(
-            f"{config.source} with {kv_heads} KV heads of size {rope.dim} for {config.num_heads} query heads"
+            f"{config.source} with {kv_heads} KV heads of size {dim} for {config.num_heads} query heads"
         )
-    return replace(attention, head_dim=rope.dim, num_kv_heads=kv_heads, rope=rope, window=None, k_is_v=k_is_v)
+    return replace(attention, head_dim=dim, num_kv_heads=kv_heads, rope=rope, window=None, k_is_v=k_is_v)

@@ -381,7 +381,7 @@ class NGramTable:
 class InputTable:
     """The source of `LayerInput`: a per-layer embedding table, plus a projection of the token embedding."""
 
-    rows: int
+    rows: int  # 0: the projection alone
     size: int  # of the input of one layer
     num_layers: int
     nbytes: int = 0  # stored bytes of the table; a token reads one row
@@ -398,10 +398,8 @@ class InputTable:
         return self.rows * self.width
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        return {
-            "model.embed_tokens_per_layer": (self.rows, self.width),
-            "model.per_layer_model_projection": (self.width, hidden),
-        }
+        table = {"model.embed_tokens_per_layer": (self.rows, self.width)} if self.rows else {}
+        return table | {"model.per_layer_model_projection": (self.width, hidden)}
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
         return {"model.per_layer_projection_norm.weight": (self.size,)}

@@ -14,7 +14,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
 TOWER = ("vision.", "projector.")  # prefixes of canonical names of a vision tower
 MTP = "mtp."  # prefix of the MTP head in Qwen files
-_WRAPPERS = ("language_model.model.", "model.language_model.", "model.text_model.")
+_WRAPPERS = ("language_model.model.", "model.language_model.", "model.text_model.", "language_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

@@ -18,6 +18,7 @@ from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4, Youtu
 from .dflash import Dflash
 from .eagle3 import Eagle3Drafter
+from .embedding_gemma2 import EmbeddingGemma2
 from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4, ExaoneMoe
@@ -141,6 +142,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     XlmRoberta(),
     NomicBert(),
     ModernBert(),
+    EmbeddingGemma2(),
 )
 
 
