@@ -134,6 +134,8 @@ class AttentionWeights:
     sum_norm: Norm | None = None  # on the residual stream after the output is added
     k_is_v: bool = False  # `qkv` has no value rows: values are the keys before their norm
     reads_only: bool = False  # `qkv` has only query rows: another layer writes keys and values
+    value_dim: int = 0  # elements of a value head, followed by zeros in the pages; 0: head_dim
+    value_scale: float = 1.0  # of values
     parallel: bool = False  # the feed-forward layer reads the residual stream before attention's output is added
     join: Join | None = None  # for `out`, with tensor parallelism
     streams: StreamWeights | None = None  # if a token has several residual streams
@@ -144,6 +146,11 @@ class AttentionWeights:
     def kept(self) -> tuple[int, int, int]:
         """(KV heads, key dim, value dim) of its pages."""
         return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a value head in `qkv` and before `out`."""
+        return self.value_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +461,7 @@ FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
         *("scale", "window", "chunked", "softcap", "interleaved", "sinks", "late_norms"),
-        *("gate", "head_gates", "softplus_gate", "parallel"),
+        *("gate", "head_gates", "softplus_gate", "parallel", "value_dim", "value_scale"),
     )
 )
 FUSED_LATENT = frozenset(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import reference
 from .kv_pages import KVPages
@@ -71,6 +72,10 @@ def attn_in(
         gated, rest = rows.split([2 * heads * dim, (kv_heads + v_heads) * dim], -1)
         queries, gates = gated.view(-1, heads, 2 * dim).split(dim, -1)
         rows = torch.cat([queries.flatten(1), rest], -1)
+    if weights.value_dim:
+        rows, values = rows.split([(heads + kv_heads) * dim, v_heads * weights.value_dim], -1)
+        values = functional.pad(values.unflatten(-1, (v_heads, -1)), (0, dim - weights.value_dim))
+        rows = torch.cat([rows, values.flatten(1)], -1)
     qkv = rows.view(-1, heads + kv_heads + v_heads, dim)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, -kv_heads:]
 
@@ -83,7 +88,7 @@ def attn_in(
     if weights.reads_only:
         q = turned(q, weights.q_norm)
     else:
-        v = norm_rows(rms_norm, v, weights.v_norm)
+        v = norm_rows(rms_norm, v if weights.value_scale == 1.0 else v * weights.value_scale, weights.v_norm)
         if weights.k_norm is None:
             rotated = turned(qkv[:, : heads + kv_heads], None)
             q, k = rotated[:, :heads], rotated[:, heads:]
@@ -127,19 +132,20 @@ def attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """Attention over the pages, times sigmoid(gate) for gated heads: [num_tokens, num_heads * head_dim]."""
+    """Attention over the pages, times sigmoid(gate) for gated heads: [num_tokens, num_heads * values]."""
     options = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
     if not weights.causal:  # only the reference supports it
         mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options, causal=False)
-        return mixed.view(q.shape[0], -1)
+        return mixed[..., : weights.values].flatten(1)
     if not weights.gate:
         q = _grown(q, weights, cu_query_lens, seq_lens, weights.temperature_offset)
-        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options).view(q.shape[0], -1)
+        mixed = paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options)
+        return mixed[..., : weights.values].flatten(1)
     queries, gates = q.split(weights.head_dim, -1)
     queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens, weights.temperature_offset)
     mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *options)
     factors = softplus(gates.float()) if weights.softplus_gate else sigmoid(gates)
-    return (mixed * factors).to(mixed.dtype).view(q.shape[0], -1)
+    return (mixed * factors).to(mixed.dtype)[..., : weights.values].flatten(1)
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:

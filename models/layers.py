@@ -297,6 +297,8 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         v_norm=layer.plain_norm(facts.head_dim) if facts.v_norm and keeps else None,
         k_is_v=facts.k_is_v and keeps,
         reads_only=not keeps,
+        value_dim=facts.value_dim,
+        value_scale=facts.value_scale,
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=bool(facts.gate),
         head_gates=facts.gate == "heads",

@@ -108,7 +108,9 @@ class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms alone parallel"),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved value_dim"),
+        *_each(c_int64, "gated softplus late_norms alone parallel"),
+        ("value_scale", c_double),
         *_each(CNorm, "norm q_norm k_norm post_norm"),
         *_each(CLinear, "qkv out"),
     ]

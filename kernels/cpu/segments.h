@@ -14,11 +14,13 @@
 
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
+    int64_t value_dim; /* elements of a value head, at most head_dim; the pages hold zeros after them */
     int64_t gated; /* each query is followed by its gate, in q and in `qkv`; 2: `qkv` has one gate per head, after all queries */
     int64_t softplus;   /* softplus(gate) multiplies the output, not sigmoid(gate) */
     int64_t late_norms; /* norms of queries and keys after RoPE */
     int64_t alone;      /* the output replaces x */
     int64_t parallel;   /* the feed-forward layer has the same input: it runs before the output is added */
+    double value_scale;
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -54,12 +56,13 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     const ll_attention_layer *l = j->l;
     const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half, width = dim * (1 + !!l->gated);
     const int64_t step = l->gated == 2 ? dim : width, queries = heads * (l->gated == 2 ? dim + 1 : width);
+    const int64_t values = l->value_dim;
     const kv_pages *pages = &j->s->cache.pages;
     float head[DIM_MAX];
     for (int64_t i = begin; i < end; i++) {
         const int64_t t = j->first + i, slot = j->s->cache.slots[t];
         const int64_t turn = (j->s->rows ? j->s->rows[t] : t) * half;
-        const float *row = j->qkv + i * (queries + 2 * kv * dim), *keys = row + queries, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
+        const float *row = j->qkv + i * (queries + kv * (dim + values)), *keys = row + queries, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
             const float *from = h < heads ? row + h * step : keys + (h - heads) * dim;
@@ -74,7 +77,14 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
             if (norm->weight && l->late_norms) norm_row(to, norm->weight, (float)norm->eps, dim, to);
             if (h >= heads) kv_store_key(pages, slot, h - heads, head);
         }
-        for (int64_t h = 0; h < kv; h++) kv_store_value(pages, slot, h, keys + (kv + h) * dim);
+        for (int64_t h = 0; h < kv; h++) {
+            const float *value = keys + kv * dim + h * values;
+            if (values < dim || l->value_scale != 1.0) {
+                for (int64_t d = 0; d < dim; d++) head[d] = d < values ? value[d] * (float)l->value_scale : 0.0f;
+                value = head;
+            }
+            kv_store_value(pages, slot, h, value);
+        }
     }
 }
 
@@ -273,6 +283,8 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     if (!rows) return 0;
     if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + !!l->gated), l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;
+    for (int64_t i = 1; l->value_dim < l->head_dim && i < rows * l->num_heads; i++) /* heads without the zeros of their values */
+        memmove(attended + i * l->value_dim, attended + i * l->head_dim, (size_t)l->value_dim * 4);
     if (l->parallel) {
         if (ffn_locked(d, &l->out, rows, x)) return -1;
         hint_next(after, rows);

@@ -113,7 +113,7 @@ def attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """`mixers.attention`: [num_tokens, num_heads * head_dim]."""
+    """`mixers.attention`: [num_tokens, num_heads * values]."""
     known = has_only(weights, FUSED_ATTENTION | FUSED_HYPER, "norm")
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
@@ -121,7 +121,9 @@ def attention(
     how = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
     gate = weights.gate + weights.softplus_gate
     _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how, gate))
-    return out
+    return (
+        out if not weights.value_dim else out.unflatten(-1, (weights.num_heads, -1))[..., : weights.values].flatten(1)
+    )
 
 
 def run_attention(

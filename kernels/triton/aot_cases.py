@@ -327,13 +327,19 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
     ):
         angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
         kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if of else None
-        given = (_meta(dtype, 1, 48 * dim), (32, 8, dim), (angles, angles), kept, norms)
+        given = (_meta(dtype, 1, 48 * dim), (32, 8, dim, dim), (angles, angles), kept, norms)
         call = partial(qk_norm_rope_kv, *given, late_norms=of == "late norm")
         yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), call
+    angles = _meta(torch.float32, 1, 32)
+    for kv_format in (native, "fp8", "int8"):  # MiMo-V2
+        kept = _pages(kv_format, 8, 16, 192), slots
+        given = (_meta(dtype, 1, 72 * 192 + 8 * 128), (64, 8, 192, 128), (angles, angles), kept, None)
+        call = partial(qk_norm_rope_kv, *given, value_scale=0.707)
+        yield "qk_norm_rope_kv", f"{kv_format} d192 values of 128", call
     angles, norm = _meta(torch.float32, 1, 64), Norm(_meta(torch.float32, 128), 1e-6)
     for kv_format in (native, "fp8"):
         kept = _pages(kv_format, 8, 16, 128), slots
-        given = (_meta(dtype, 1, 16 * 128), (0, 8, 128), (angles, angles), kept, (norm, norm))
+        given = (_meta(dtype, 1, 16 * 128), (0, 8, 128, 128), (angles, angles), kept, (norm, norm))
         yield "qk_norm_rope_kv", f"{kv_format} d128 without queries", partial(qk_norm_rope_kv, *given)
 
 
@@ -346,7 +352,7 @@ def _gate_calls(dtype: torch.dtype) -> Iterator[Call]:
         rows = (heads + 2 * kv_heads) * dim + heads * (1 if gate == "heads" else dim)
         for kv_format in (native, "int8", "fp8"):
             kept = _pages(kv_format, kv_heads, 16, dim), slots
-            given = (_meta(dtype, 1, rows), (heads, kv_heads, dim), (angles, angles), kept, (norm, norm))
+            given = (_meta(dtype, 1, rows), (heads, kv_heads, dim, dim), (angles, angles), kept, (norm, norm))
             call = partial(qk_norm_rope_kv, *given, gate=gate)
             yield "qk_norm_rope_kv", f"{kv_format} d{dim} gated {gate}", call
         gated = partial(times_gates, _meta(dtype, 1, heads * dim), _meta(dtype, 1, heads, 2 * dim), gate == "heads")

@@ -84,9 +84,10 @@ def _store_vectors(
 def _heads(
     qkv, cosines, sines, q_weight, k_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
     token_stride, q_eps, k_eps,
-    DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr,
+    LAYER_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr,
+    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -111,10 +112,15 @@ def _heads(
         row += tl.minimum(head, HEADS) * DIM
     elif GATE == "heads":
         row += tl.where(is_query, 0, HEADS)
-    plain = tl.load(row + d, mask=real, other=0.0).to(tl.float32)
+    given, turns = real, real
+    if VALUES < DIM:
+        row -= tl.where(is_value, (head - HEADS - KV_HEADS) * (DIM - VALUES), 0)
+        turns = real & (head < HEADS + KV_HEADS)  # the partner of a value's last elements would be past its end
+        given = turns | (real & (d < VALUES))
+    plain = tl.load(row + d, mask=given, other=0.0).to(tl.float32)
     turned = plain
     if HALF > 0:
-        other = tl.load(row + other_d, mask=real, other=0.0).to(tl.float32)
+        other = tl.load(row + other_d, mask=turns, other=0.0).to(tl.float32)
         if HAS_NORM and not LATE_NORM:
             mean = tl.sum(plain * plain, 1, keep_dims=True) * (1.0 / DIM)
             scale = 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps))
@@ -142,6 +148,8 @@ def _heads(
             _store_vectors(
                 turned, k_pages, k_scales, slot, kv_head, d, real & is_key, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
             )
+            if VALUE_SCALE != 1.0:
+                plain *= VALUE_SCALE
             _store_vectors(
                 plain, v_pages, v_scales, slot, kv_head, d, real & is_value, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
             )
@@ -149,18 +157,19 @@ def _heads(
 
 def qk_norm_rope_kv(
     qkv: Tensor,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     angles: tuple[Tensor, Tensor] | None,
     kept: tuple[KVPages, Tensor] | None,
     norms: tuple[Norm, Norm] | None = None,
     interleaved: bool = False,
     late_norms: bool = False,
     gate: str = "",
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Return queries after QK-norm and RoPE; write keys and values to their slots.
 
     qkv      [num_tokens, queries, keys and values of all heads]   f32 | bf16 | f16; tokens may be strided
-    sizes    num_heads, num_kv_heads, head_dim
+    sizes    num_heads, num_kv_heads, head_dim, elements of a value head; the pages hold zeros after those
     angles   cos and sin, float32 [num_tokens, half]; None: no RoPE
     kept     pages, and slots int64 [num_tokens], negative ones are skipped; None if there are only queries
     norms    of queries and of keys, over head_dim, before RoPE or after it (`late_norms`); None: no QK-norm
@@ -169,7 +178,7 @@ def qk_norm_rope_kv(
 
     Reference: `mixers.attn_in` without its input norm and product.
     """
-    num_tokens, (num_heads, num_kv_heads, dim) = qkv.shape[0], sizes
+    num_tokens, (num_heads, num_kv_heads, dim, values) = qkv.shape[0], sizes
     q = torch.empty((num_tokens, num_heads, dim * (2 if gate else 1)), dtype=qkv.dtype, device=qkv.device)
     stored, page, kv_format, layer_scale = (qkv,) * 5, 1, "", False
     if kept is not None:
@@ -191,6 +200,7 @@ def qk_norm_rope_kv(
         *(q, *stored, qkv.stride(0)),
         *((0.0, 0.0) if norms is None else (norm.eps for norm in norms)),
         DIM=dim,
+        VALUES=values,
         PADDED=padded,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
@@ -204,15 +214,16 @@ def qk_norm_rope_kv(
         HAS_NORM=norms is not None,
         LATE_NORM=late_norms,
         GATE=gate,
+        VALUE_SCALE=value_scale,
     )
     return q
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """`reference.rope`; tokens of x may be strided, the result is contiguous."""
-    return qk_norm_rope_kv(x.flatten(1), (x.shape[1], 0, x.shape[2]), (cos, sin), None, None, interleaved)
+    return qk_norm_rope_kv(x.flatten(1), (x.shape[1], 0, x.shape[2], x.shape[2]), (cos, sin), None, None, interleaved)
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
     """`reference.kv_write`; negative slots are skipped."""
-    qk_norm_rope_kv(torch.cat([k, v], 1).flatten(1), (0, *k.shape[1:]), None, (pages, slot_mapping))
+    qk_norm_rope_kv(torch.cat([k, v], 1).flatten(1), (0, *k.shape[1:], v.shape[2]), None, (pages, slot_mapping))

@@ -61,11 +61,11 @@ def attn_in(
     if not has_only(weights, _ATTENTION, "norm") or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
-    sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.values
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
     arguments = (qkv, sizes, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms, gate)
+    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms, gate, weights.value_scale)
 
 
 def attention(

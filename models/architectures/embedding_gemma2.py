@@ -75,4 +75,4 @@ class EmbeddingGemma2(Architecture):
         found = hf_names(checkpoint.tensors, {name: f"ple_block.{name}" for name in BLOCK})
         start = found.top["model.norm"].removesuffix("norm")
         inputs = {f"model.{name}": f"{start}ple.{name}" for name in INPUTS}
-        return replace(found, top=found.top | inputs | {"model.embedding_projection": f"{start}embedding_projection"})
+        return replace(found, top={**found.top, **inputs, "model.embedding_projection": f"{start}embedding_projection"})

@@ -111,9 +111,9 @@ class GgufConfig(Config):
         return rows
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
-        """Attention with the file's scale, if it states one."""
+        """Attention with the file's scale, if it states one. Only families that pass `value_dim` have short values."""
         value_dim = self.keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
-        if value_dim != self.head_dim:
+        if value_dim != self.head_dim and "value_dim" not in changes:
             raise self.unsupported(f"{self.source} with keys of {self.head_dim} and values of {value_dim} elements")
         stated = self.keys.number("attention.scale", 1e-6, 1e3, scale or 1 / math.sqrt(self.head_dim))
         return super().attention(rope, scale=stated, **changes)

@@ -152,11 +152,18 @@ class Attention:
     # the earlier layer whose KV cache it reads; it has none of its own. -1: a layer of the model that it drafts for
     shares_kv_with: int | None = None
     index: TokenIndex | None = None
+    value_dim: int = 0  # elements of a value head; the pages fill it up to head_dim with zeros. 0: head_dim
+    value_scale: float = 1.0  # of values
 
     @property
     def kept(self) -> tuple[int, int, int]:
         """What a token stores in the pages: (KV heads, elements of a key, elements of a value)."""
         return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a value head before it is stored."""
+        return self.value_dim or self.head_dim
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -170,11 +177,12 @@ class Attention:
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = {"": [q], "queries": [2 * q], "apart": [q, q], "heads": [q, self.num_heads]}[self.gate]
-        sizes = (sum(rows) + 2 * kv,) if self.fused else (*rows, kv, kv)[: len(self.inputs)]
+        values = self.num_kv_heads * self.values
+        sizes = (sum(rows) + kv + values,) if self.fused else (*rows, kv, values)[: len(self.inputs)]
         width = 2 * hidden if self.paired else hidden
         shapes = {name: (size, width) for name, size in zip(self.inputs, sizes, strict=True)}
         shapes |= {} if self.index is None else self.index.linears(hidden)
-        return shapes | {"self_attn.o_proj": (hidden, q)}
+        return shapes | {"self_attn.o_proj": (hidden, self.num_heads * self.values)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {}

@@ -46,6 +46,7 @@ from .ling2 import Ling2
 from .llama import Llama
 from .llama4 import Llama4
 from .mellum import Mellum
+from .mimo_v2 import MimoV2
 from .minimax import MiniMaxM2
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -125,6 +126,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     HyV3(),
     Llama4(),
     MiniMaxM2(),
+    MimoV2(),
     Mellum(),
     Arcee(),
     Apertus(),

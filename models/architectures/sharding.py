@@ -258,19 +258,19 @@ def _attention(facts: Attention, hidden: int, share: Share) -> tuple[Attention, 
     ranks, dim = head_pieces(facts.num_heads, facts.num_kv_heads, share.world), facts.head_dim
     queries, kv = ranks[share.rank]
     wide = dim * (1 + (facts.gate == "queries"))
-    q, k = _scaled(queries, wide), _scaled(kv, dim)
+    q, k, v = _scaled(queries, wide), _scaled(kv, dim), _scaled(kv, facts.values)
     after_q, after_k = facts.num_heads * wide, facts.num_heads * wide + facts.num_kv_heads * dim
     rows = {
         "self_attn.q_proj": [q],
         "self_attn.gate_proj": [queries if facts.gate == "heads" else q],
         "self_attn.k_proj": [k],
-        "self_attn.v_proj": [k],
-        "self_attn.qkv_proj": [q, _shifted(k, after_q), _shifted(k, after_k)],
+        "self_attn.v_proj": [v],
+        "self_attn.qkv_proj": [q, _shifted(k, after_q), _shifted(v, after_k)],
         "self_attn.sinks": [queries],
     }
     shapes = facts.linears(hidden)
     cuts = _cut(shapes | facts.vectors(hidden), rows)
-    cuts |= _output_cut(shapes, "self_attn.o_proj", [[_scaled(one, dim)] for one, _ in ranks], share)
+    cuts |= _output_cut(shapes, "self_attn.o_proj", [[_scaled(one, facts.values)] for one, _ in ranks], share)
     return replace(facts, num_heads=len(queries), num_kv_heads=len(kv)), cuts
 
 

@@ -93,12 +93,17 @@ def attention_weights(kind: str) -> AttentionWeights:
     """Hidden 64, four query heads on two key heads of 8 dimensions."""
     gemma = kind == "post norms"
     impl = C_FLOAT32 if kind == "exact" else C_INT16
-    parts = (linear(64, 64, impl, True),) if not gemma else tuple(linear(n, 64, impl) for n in (32, 16, 16))
+    narrow = kind == "narrow values"
+    parts = (linear(64 - 4 * narrow, 64, impl, True),)
+    parts = tuple(linear(n, 64, impl) for n in (32, 16, 16)) if gemma else parts
+    out = linear(64, 32, impl)
+    if narrow:  # K has no whole groups
+        out = LinearPart(C_FLOAT32, C_FLOAT32.prepare(Weight("dense", (64, 24), torch.randn(64, 24))), None, (64, 24))
     head_norm = norm(8) if gemma else None
     return AttentionWeights(
         norm=norm(64),
         qkv=Linear(parts),
-        out=Linear((linear(64, 32, impl),)),
+        out=Linear((out,)),
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
@@ -109,6 +114,8 @@ def attention_weights(kind: str) -> AttentionWeights:
         window=9 if gemma else None,
         interleaved=kind == "interleaved",
         sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if kind == "interleaved" else None,
+        value_dim=6 * narrow,
+        value_scale=0.7 if narrow else 1.0,
     )
 
 
@@ -118,7 +125,8 @@ def zeros(count: int, kv: str = "f32") -> KVPages:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv"), [("plain", "f32"), ("interleaved", "int8"), ("post norms", "bf16"), ("exact", "fp8")]
+    ("kind", "kv"),
+    [("plain", "f32"), ("interleaved", "int8"), ("post norms", "bf16"), ("exact", "fp8"), ("narrow values", "int8")],
 )
 def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> None:
     torch.manual_seed(1)
@@ -208,14 +216,14 @@ def test_segments_are_a_token_at_a_time_or_many(isa: str, inner: int, act: str) 
 @pytest.mark.parametrize("kv", ["f32", "int8"])
 def test_all_layers_in_one_call(isa: str, kv: str) -> None:
     table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
-    kinds = ("plain", "post norms", "interleaved")
+    kinds = ("plain", "post norms", "interleaved", "narrow values")
     layers = tuple(
         (
             attention_weights(kind),
             MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu"),
             view,
         )
-        for kind, view in zip(kinds, (0, 1, 0), strict=True)
+        for kind, view in zip(kinds, (0, 1, 0, 1), strict=True)
     )
     for tokens in (1, 4, 4, 30):  # of two sequences, the second one token longer than its queries
         starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)

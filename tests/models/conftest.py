@@ -462,6 +462,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "linear", "linear", "indexed")]}
         | {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}},
     ),
+    "mimo": (
+        "mimo_v2_flash",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 1, 24), "v_head_dim": 14, "n_routed_experts": 7}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 26, "sliding_window": 12, "num_hidden_layers": 7}
+        | {"attention_value_scale": 0.6, "routed_scaling_factor": 1.5}
+        | {
+            "rope_parameters": {
+                "full_attention": PLAIN | {"rope_theta": 1e6, "partial_rotary_factor": 0.334},
+                "sliding_attention": PLAIN | {"partial_rotary_factor": 0.334},
+            }
+        },
+    ),
     "flint": (
         "flint",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}

@@ -39,7 +39,7 @@ ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "gran
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
-ARCHITECTURE |= {"glm5_next_text": "glm5next"}
+ARCHITECTURE |= {"glm5_next_text": "glm5next", "mimo_v2_flash": "mimo2"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -135,7 +135,10 @@ def write_gguf(
         else kv_heads
     )
     writer.add_key_length(dim)
-    writer.add_value_length(dim)
+    if arch == "mimo2":
+        config, dim = _mimo(writer, config), config["head_dim"]
+    else:
+        writer.add_value_length(dim)
     turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) * (arch != "glm5next")
     writer.add_rope_dimension_count(turned)
     eps = config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"]
@@ -151,7 +154,7 @@ def write_gguf(
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-        if "layer_types" in config and arch not in OWN_PATTERN:
+        if config.get("layer_types") and arch not in OWN_PATTERN:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch in ("gemma2", "gemma3"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
@@ -195,7 +198,7 @@ def write_gguf(
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
     for theirs, ours in OWN.get(config["model_type"], {}).items():
         tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
-    if arch in ("hy_v3", "cohere2moe", "exaone-moe", "dots1", "kolibri1", "step35"):
+    if arch in ("hy_v3", "cohere2moe", "exaone-moe", "dots1", "kolibri1", "step35", "mimo2"):
         tensors = _mixture(writer, config, tensors)
     if arch == "bailingmoe2":
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
@@ -371,6 +374,17 @@ def _mixture(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str,
         elif name.startswith(("model.", "lm_head")):
             found[name] = tensor + 1 if name.endswith("norm.weight") else tensor
     return found
+
+
+def _mimo(writer: gguf.GGUFWriter, config: dict[str, Any]) -> dict[str, Any]:
+    """Its own keys, and the configuration as the others read it. The file does not count a token itself."""
+    kv_heads, windowed = config["num_key_value_heads"], [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([kv_heads * (1 + one) for one in windowed])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    rope = config["rope_parameters"]["full_attention"]
+    return config | {"sliding_window": config["sliding_window"] - 1, "rope_parameters": rope}
 
 
 def _hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -839,6 +853,7 @@ NAMES += [
     "cohere2-moe",
     "kolibri",
     "step",
+    "mimo",
     "exaone-moe",
     "dots1",
     "glm",

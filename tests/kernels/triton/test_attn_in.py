@@ -19,10 +19,13 @@ from localllm.kernels.verify.cases import copied, numbers
 HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
 
 
-def weights_of(norm: bool, bias: bool, parts: int, device: torch.device, gate: str = "") -> AttentionWeights:
+def weights_of(
+    norm: bool, bias: bool, parts: int, device: torch.device, gate: str = "", values: int = DIM
+) -> AttentionWeights:
     """A layer whose QKV weight lies in one part or in three."""
     queries = HEADS * DIM + {"": 0, "heads": HEADS, "queries": HEADS * DIM}[gate]
-    rows = [queries + 2 * KV_HEADS * DIM] if parts == 1 else [queries, KV_HEADS * DIM, KV_HEADS * DIM]
+    rows = [queries, KV_HEADS * DIM, KV_HEADS * values]
+    rows = [sum(rows)] if parts == 1 else rows
     impl = next(impl for impl in implementations("linear") if impl.name == "triton")
     made = []
     for n in rows:
@@ -33,7 +36,7 @@ def weights_of(norm: bool, bias: bool, parts: int, device: torch.device, gate: s
     norms = [Norm(torch.rand(DIM).to(device) + 0.5, 1e-6) if norm else None for _ in range(2)]
     first = Norm(torch.rand(HIDDEN).to(device) + 0.5, 1e-5)
     gates = {"gate": bool(gate), "head_gates": gate == "heads"}
-    return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms, **gates)
+    return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms, **gates, value_dim=values % DIM)
 
 
 def never(*args: object) -> torch.Tensor:
@@ -68,6 +71,30 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(found.v != 0, expected.v != 0)
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8"])
+def test_values_shorter_than_keys(kv_format: str, device: torch.device) -> None:
+    """The pages hold zeros after them, which attention's result does not have."""
+    weights = replace(weights_of(False, False, 1, device, values=40), value_scale=0.7)
+    x, slots = torch.randn(3, HIDDEN).half().to(device), torch.tensor([5, 6, 7]).to(device)
+    turns = torch.randn(3, DIM // 2)
+    view = turns.cos().to(device), turns.sin().to(device)
+    found, expected = (KVPages.empty(kv_format, 2, KV_HEADS, 16, DIM) for _ in range(2))
+    found, expected = (
+        KVPages(*(None if part is None else part.to(device) for part in one)) for one in (found, expected)
+    )
+    q = attn_in(never, x, weights, *view, found, slots)
+    torch.testing.assert_close(q, REFERENCES["attn_in"](x, weights, *view, expected, slots), rtol=1e-2, atol=1e-2)
+    step = {"fp16": 0.01, "int8": 0.05, "fp8": 0.07}[kv_format]  # of codes whose numbers round to either side
+    for ours, theirs in zip(numbers(found), numbers(expected), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=0.05)
+    assert not found.v[..., 40:].float().any() and found.v[0, 0, 5:8, :40].float().any(-1).all()
+    lists = [torch.tensor(one, dtype=torch.int32, device=device) for one in ([[0, 1]], [0, 3], [8])]
+    mixed = attention(REFERENCES["attention"], q, weights, found, *lists)
+    whole = paged_attention(q, found, *lists, 0.125)
+    assert mixed.shape == (3, HEADS * 40) and mixed.is_contiguous()
+    torch.testing.assert_close(mixed.unflatten(1, (HEADS, 40)), whole[..., :40], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

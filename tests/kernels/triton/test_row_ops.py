@@ -254,7 +254,7 @@ def test_qk_norm_rope_kv(
     slots = torch.tensor([3, 70, 17], device=device)
     found, expected = (pages_of(kv_format, kv_heads, dim, 16, device) for _ in range(2))
     norms = (weights.q_norm, weights.k_norm) if norm else None
-    sizes = count, kv_heads, dim
+    sizes = count, kv_heads, dim, dim
     q = heads.qk_norm_rope_kv(qkv, sizes, (cos, sin), (found, slots), norms, interleaved, weights.late_norms)
 
     def first_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

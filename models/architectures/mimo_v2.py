@@ -1,0 +1,130 @@
+"""MiMo-V2 Flash and V2.5 (309B-A15B): values shorter than keys, windowed layers with sinks and more KV heads than the
+others, a rotation of a third of each head, a sigmoid router with a choice bias.
+
+The layers after the last one are MTP heads, which are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS
+from localllm.checkpoint.mapped_file import bad
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .layers import Experts, LayerFacts
+from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+FULL_EVERY, THETA, LOCAL_THETA = 6, 5_000_000.0, 10_000.0
+SINKS, PUBLISHED_SINKS = "self_attn.sinks", "self_attn.attention_sink_bias"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+# What configurations may leave out.
+DEFAULTS = {
+    "vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "sliding_window": 129, "attention_value_scale": 0.707, "partial_rotary_factor": 0.334,
+}  # fmt: skip
+KINDS = ("full_attention", "sliding_attention"), ("dense", "sparse")
+_LISTS = {"hybrid_layer_pattern": "layer_types", "moe_layer_freq": "mlp_layer_types"}  # of 0 and 1 -> names of kinds
+
+
+class MimoV2(Architecture):
+    """Published files and GGUF state how many tokens a windowed layer sees before a token, which also sees itself."""
+
+    name = "mimo_v2"
+    label = "MiMo-V2 Flash and V2.5 (text)"
+    hf_types = {"mimo_v2_flash": DEFAULTS, "mimo_v2": DEFAULTS}
+    hf_renamed = {"layernorm_epsilon": "rms_norm_eps", "swa_rope_theta": "rope_local_base_freq"}
+    hf_classes = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
+    gguf_types = ("mimo2",)
+
+    def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().hf_values(text)
+        for (old, new), kinds in zip(_LISTS.items(), KINDS, strict=True):
+            listed = values.pop(old, None)
+            if isinstance(listed, list) and all(item in (0, 1) for item in listed):
+                values.setdefault(new, [kinds[item] for item in listed])
+        return values
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys = config.keys
+        if config.stores_module("self_attn.qkv_proj"):  # V2.5: in shards, each with FP8 scales of its own
+            raise config.unsupported(f"{config.source} with fused QKV, except as GGUF,")
+        rope, local_rope, context = config.ropes(THETA, LOCAL_THETA)
+        experts = config.mixture(
+            "n_routed_experts", "moe_intermediate_size", config.activation(),
+            renormalise=keys.flag("norm_topk_prob", True),
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
+            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+        )  # fmt: skip
+        for key, own in (("swa_head_dim", config.head_dim), ("swa_num_attention_heads", config.num_heads)):
+            if keys.integer(key, 1, MAX_HEADS * MAX_HEAD_DIM, own) != own:
+                raise config.unsupported(f"{config.source} with other query heads in windowed layers")
+        values = keys.integer("v_head_dim", 1, config.head_dim)
+        if keys.integer("swa_v_head_dim", 1, MAX_HEAD_DIM, values) != values:
+            raise config.unsupported(f"{config.source} with other values in windowed layers")
+        if keys.integer("n_shared_experts", 0, MAX_EXPERTS, 0):
+            raise config.unsupported(f"{config.source} with shared experts")
+        kinds = config.layer_types(KINDS[0], lambda layer: KINDS[0][layer > 0 and layer % FULL_EVERY != FULL_EVERY - 1])
+        sparse = config.layer_types(KINDS[1], lambda layer: KINDS[1][layer > 0], key="mlp_layer_types")
+        window = keys.integer("sliding_window_size", 1, MAX_CONTEXT, keys.integer("sliding_window", 2, MAX_CONTEXT) - 1)
+        windowed = [kind == KINDS[0][1] for kind in kinds]
+        heads = keys.integer("swa_num_key_value_heads", 1, MAX_HEADS, 2 * config.num_kv_heads)
+        scale = 1.0 if config.is_null("attention_value_scale") else keys.number("attention_value_scale", 1e-6, 1e6)
+        for kind, wanted in (("full", False), ("swa", True)):
+            if keys.flag(f"add_{kind}_attention_sink_bias", wanted) != wanted:
+                raise config.unsupported(f"{config.source} with sinks in other layers than the windowed ones")
+        return _facts(
+            config, (rope, local_rope), context, [window + 1 if one else None for one in windowed],
+            [heads if one else config.num_kv_heads for one in windowed], [kind == KINDS[1][1] for kind in sparse],
+            experts, values, scale,
+        )  # fmt: skip
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        keys, (rope, context) = config.keys, config.rope()
+        local_rope = RopeFacts(keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA), rope.dim)
+        windows = [None if window is None else window + 1 for window in config.windows()]
+        values = keys.integer("attention.value_length", 1, config.head_dim, config.head_dim)
+        scale = keys.number("attention.value_scale", 1e-6, 1e6, 1.0)
+        routers = (config.names.source(f"model.layers.{layer}.mlp.gate") for layer in range(config.num_layers))
+        sparse = [f"{router}.weight" in config.checkpoint.tensors for router in routers]
+        heads = config.each(config.KEYS["kv_heads"], 1, MAX_HEADS, config.num_kv_heads)
+        return _facts(config, (rope, local_rope), context, windows, heads, sparse, config.mixture(), values, scale)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            return gguf_names(GGUF_LAYER | {SINKS: "attn_sinks.weight", CHOICE_BIAS: "exp_probs_b.bias"})
+        published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
+        return hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+
+
+def _facts(
+    config: Config, ropes: tuple[RopeFacts, RopeFacts], context: int, windows: Sequence[int | None],
+    kv_heads: Sequence[int], sparse: Sequence[bool], experts: Experts, values: int, scale: float,
+) -> ModelFacts:  # fmt: skip
+    """`ropes`: of layers that see all positions, and of windowed ones; `values`: elements of a value head."""
+    experts = replace(experts, router="sigmoid", choice_bias=True)
+    options = {"value_dim": 0 if values == config.head_dim else values, "value_scale": scale}
+    made: dict[Any, LayerFacts] = {}
+    each = list(zip(windows, kv_heads, sparse, strict=True))
+    for key in each:
+        window, count, has_experts = key
+        if config.num_heads % count:
+            what = f"{config.num_heads} attention heads cannot share {count} KV heads evenly"
+            raise bad(config.keys.path, what, key="heads")
+        if key not in made:
+            windowed = window is not None
+            mixer = config.attention(ropes[windowed], window=window, sinks=windowed, **options)
+            ffn = experts if has_experts else config.dense(experts.act)
+            made[key] = LayerFacts(replace(mixer, num_kv_heads=count), ffn)
+    return config.facts(tuple(made[key] for key in each), context)
