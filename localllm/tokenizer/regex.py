@@ -52,7 +52,7 @@ _YOUTU_RUNS = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]
 # names -> successive isolated splits
 _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", (_LLAMA3,)),
-    ("dbrx smaug-bpe chatglm-bpe glm4", (_LLAMA3,)),
+    ("dbrx smaug-bpe chatglm-bpe glm4 glm5", (_LLAMA3,)),
     ("qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez solar-open kormo f2llmv2 grok-2", (_QWEN2,)),
     ("qwen35", (_QWEN35,)),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
@@ -84,6 +84,6 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # name -> regexes, each an isolated split of the pieces left by the one before
 PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
 ADD_BOS = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # BOS is added unless the file says otherwise
-IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5", "youtu"}  # a piece that is itself a token is not split
+IGNORE_MERGES = ADD_BOS | {"glm4", "glm5", "minicpm5", "youtu"}  # a piece that is itself a token is not split
 # text is normalized to NFC first: Hugging Face's Qwen tokenizers do so, llama.cpp does not
 NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])

@@ -60,6 +60,13 @@ class Config(ABC):
         module, _, suffix = tensor.rpartition(".")
         return f"{self.names.source(f'model.layers.0.{module}')}.{suffix}" in self.checkpoint.tensors
 
+    def stores_anywhere(self, tensor: str) -> bool:
+        """As `stores`, for any layer: a hybrid's first layers may have another mixer."""
+        module, _, suffix = tensor.rpartition(".")
+        start, end = self.names.layer.split("{}")
+        inner = f"{end}{self.names.inner.get(module, module)}.{suffix}"
+        return any(name.startswith(start) and name.endswith(inner) for name in self.checkpoint.tensors)
+
     def stores_module(self, module: str) -> bool:
         """Whether layer 0 has this module, in any format."""
         start = f"{self.names.source(f'model.layers.0.{module}')}."

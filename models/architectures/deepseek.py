@@ -92,7 +92,7 @@ class DeepseekV2(Architecture):
         """Latent attention with the stored biases; `rank` is the size of a latent."""
         if not config.causal:
             raise config.unsupported(f"{config.source} with bidirectional attention (an embedding model)")
-        bias, o_bias = (config.stores(f"self_attn.{name}.bias") for name in ("kv_a_proj_with_mqa", "o_proj"))
+        bias, o_bias = (config.stores_anywhere(f"self_attn.{name}.bias") for name in ("kv_a_proj_with_mqa", "o_proj"))
         return LatentAttention(config.num_heads, rank, rope=rope, bias=bias, o_bias=o_bias, **values)
 
     def mixers(self, config: HfConfig, attention: LatentAttention) -> Sequence[LatentAttention | KimiDelta]:

@@ -39,7 +39,9 @@ class Flint(Qwen3Moe):
     gguf_types: ClassVar[tuple[str, ...]] = ()
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        rope, context = config.rope()
+        rope, context = config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
+        if config.window is None:
+            raise config.keys.fail("sliding_window", "is 0 or null, but three of four layers are windowed")
         act, last = config.activation(), config.num_layers - 1
         windows = config.windows(lambda layer: layer >= DENSE and layer % FULL_EVERY != 1 and layer != last)
         attention = config.attention(RopeFacts(rope.theta, rope.dim, "off"), qk_norm=True, sinks=True)

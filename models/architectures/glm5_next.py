@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HIDDEN, MAX_LAYERS
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
 
 from .config import Config
 from .deepseek import LATENT
@@ -29,6 +29,7 @@ KINDS = {
     **dict.fromkeys(("full_attention", "indexed_attention", "deepseek_sparse_attention"), "full_attention"),
 }
 DENSE = 3  # layers without experts at the start
+MAINLINE = "glm5-next"  # as llama.cpp names it; the other name is that of an earlier port with the same tensors
 INDEXER = "self_attn.indexer"
 _POOL = {f"{INDEXER}.index_kpool_compress_{part}": part for part in ("ape", "gate")}
 _GGUF = GGUF_KIMI | {f"{INDEXER}.wq_b": "indexer.attn_q_b", f"{INDEXER}.wk": "indexer.attn_k"}
@@ -53,7 +54,7 @@ class Glm5Next(KimiLinear):
     hf_renamed: ClassVar[dict[str, str]] = {}
     hf_wrappers: ClassVar[dict[str, str]] = {"glm5_next": "glm5_next_text"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM")
-    gguf_types = ("glm5next",)
+    gguf_types = (MAINLINE, "glm5next")
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Take the values of the delta layers out of `linear_attn_config`."""
@@ -62,8 +63,10 @@ class Glm5Next(KimiLinear):
         linear, types = text.get("linear_attn_config"), text.get("layer_types")
         stated = linear if isinstance(linear, dict) else {}
         found = dict(text) | {new: stated[key] for key, new in names.items() if key in stated}
-        if stated.get("safe_gate", True) and found.get("linear_lower_bound", 0.0) is None:
+        if stated.get("safe_gate", bool(stated)) and found.get("linear_lower_bound", 0.0) is None:
             del found["linear_lower_bound"]
+        if "num_local_experts" in found:
+            found.setdefault("n_routed_experts", found["num_local_experts"])
         if isinstance(types, list):
             found["layer_types"] = [KINDS.get(str(one), one) for one in types]
         turned = found.pop("qk_rope_head_dim", 0)
@@ -79,9 +82,11 @@ class Glm5Next(KimiLinear):
         kinds = config.layer_types(
             tuple(KINDS), lambda layer: "linear_attention" if layer % 4 != 3 else "full_attention"
         )
-        indexers = keys.raw("indexer_types") if isinstance(keys.raw("indexer_types"), list) else []
-        if any(one != "full" and kind == "full_attention" for one, kind in zip(indexers, kinds, strict=False)):
+        if any(not own and kind == "full_attention" for own, kind in zip(_indexers(config), kinds, strict=True)):
             raise config.unsupported(f"{config.source} with layers that share an index (indexer_types)")
+        act = config.activation()
+        if act != "silu":  # transformers has another one in dense layers, but silu in routed experts
+            raise config.unsupported(f"{config.source} with hidden_act {act}")
         still = keys.integer("qk_nope_head_dim", 1, MAX_HEAD_DIM)
         attention = self.latent(
             config, keys.integer("kv_lora_rank", 2, MAX_HIDDEN), still, keys.integer("v_head_dim", 1, MAX_HEAD_DIM),
@@ -91,7 +96,7 @@ class Glm5Next(KimiLinear):
         delta = self.delta(config)
         mixers = [attention if kind == "full_attention" else delta for kind in kinds]
         limits = [keys.number("swiglu_limit", 1e-3, 1e6)]
-        experts = self.experts(config, config.activation())
+        experts = self.experts(config, act)
         hyper = MixedConnections(
             keys.integer("hc_mult", 2, MOST_STREAMS),
             keys.integer("hc_sinkhorn_iters", 1, MOST_ROUNDS),
@@ -133,6 +138,12 @@ class Glm5Next(KimiLinear):
         context = keys.integer("context_length", 1, MAX_CONTEXT)
         if keys.integer("rope.dimension_count", 0, MAX_HEAD_DIM, 0):
             raise config.unsupported(f"{config.source} with RoPE")
+        kept = config.each(config.KEYS["kv_heads"], 0, MAX_HEADS, 1)
+        indexers = config.flags("attention.indexer.types") or (True,) * config.num_layers
+        if any(heads and not own for heads, own in zip(kept, indexers, strict=True)):
+            raise config.unsupported(f"{config.source} with layers that share an index (attention.indexer.types)")
+        if not keys.flag("attention.indexer.kpool_select_tail", True):
+            raise config.unsupported(f"{config.source} without attention.indexer.kpool_select_tail")
         still = keys.integer("attention.key_length_mla", 1, MAX_HEAD_DIM)
         if keys.raw("attention.indexer.kpool") is None:  # early files omit it
             keys.values = {**keys.values, f"{keys.prefix}attention.indexer.kpool": 4}
@@ -151,14 +162,17 @@ class Glm5Next(KimiLinear):
             keys.number("hyper_connection.epsilon", 0.0, 0.1),
         )
         dense = [layer < first for layer in range(config.num_layers)]
-        limits = limits_of(config, "swiglu_clamp_exp"), limits_of(config, "swiglu_clamp_shexp")
+        of_shared = "swiglu_clamp_exp" if keys.raw("swiglu_clamp_shexp") is None else "swiglu_clamp_shexp"
+        limits = limits_of(config, "swiglu_clamp_exp"), limits_of(config, of_shared)
         mixers, experts = self.gguf_mixers(config, attention), self.gguf_experts(config, first)
         layers, predictor = _layers(config, mixers, dense, experts, limits, hyper)
         return config.facts(layers, context, predictor=predictor)
 
     def gguf_delta(self, config: GgufConfig) -> KimiDelta:
-        floor = config.keys.number("kda.gate_lower_bound", -100.0, -1e-3, -5.0)
-        return replace(super().gguf_delta(config), floor=floor)
+        found, keys = super().gguf_delta(config), config.keys
+        if keys.raw("kda.gate_lower_bound") is None and config.source == MAINLINE:  # no bound
+            return replace(found, floor=None)
+        return replace(found, floor=keys.number("kda.gate_lower_bound", -100.0, -1e-3, -5.0))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         tensors = checkpoint.tensors
@@ -170,6 +184,21 @@ class Glm5Next(KimiLinear):
             return gguf_names(_GGUF | pool)
         trained = {f"linear_attn.{name}": f"self_attn.forget_gate.{name}" for name in ("f_a_proj", "f_b_proj")}
         return replace(hf_names(tensors, delta_names("self_attn", "o_proj") | SHARED), trained=trained)
+
+
+def _indexers(config: HfConfig) -> list[bool]:
+    """Whether each layer, if it has sparse attention, has its own index; as transformers derives it."""
+    keys, count = config.keys, config.num_layers
+    key = "indexer_types" if keys.raw("indexer_types") is not None else "index_topk_pattern"
+    kinds = keys.raw(key)
+    if kinds is None:
+        every = keys.integer("index_topk_freq", 0, MAX_LAYERS, 1) or 1
+        first = keys.integer("index_skip_topk_offset", 0, MAX_LAYERS, 2)
+        return [max(layer - first + 1, 0) % every == 0 for layer in range(count)]
+    kinds = [{"F": "full", "S": "shared"}.get(one, one) for one in kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or len(kinds) != count or any(one not in ("full", "shared") for one in kinds):
+        raise keys.fail(key, f"must name each of {count} layers full or shared")
+    return [one == "full" for one in kinds]
 
 
 def _layers(

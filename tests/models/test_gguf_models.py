@@ -39,7 +39,7 @@ ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "gran
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
-ARCHITECTURE |= {"glm5_next_text": "glm5next", "mimo_v2_flash": "mimo2"}
+ARCHITECTURE |= {"glm5_next_text": "glm5-next", "mimo_v2_flash": "mimo2"}
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -118,7 +118,7 @@ def write_gguf(
         writer.add_nextn_predict_layers(config["nextn"])
     if arch in ("kimi-linear", "bailingmoe3"):
         config, tensors = _kimi(writer, config, tensors)
-    if arch == "glm5next":
+    if arch == "glm5-next":
         config, tensors = _glm5(writer, config, tensors)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -139,7 +139,7 @@ def write_gguf(
         config, dim = _mimo(writer, config), config["head_dim"]
     else:
         writer.add_value_length(dim)
-    turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) * (arch != "glm5next")
+    turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) * (arch != "glm5-next")
     writer.add_rope_dimension_count(turned)
     eps = config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"]
     if arch in ("command-r", "cohere2", "cohere2moe"):
@@ -524,7 +524,7 @@ def _glm5(
     writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The keys of GLM-5.3 Flash; its configuration and tensors under the usual names, without its tower."""
-    key, kinds = "glm5next.", config["layer_types"] + ["full_attention"] * config.get("nextn", 0)
+    key, kinds = "glm5-next.", config["layer_types"] + ["full_attention"] * config.get("nextn", 0)
     rank, still, value = (config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
@@ -532,7 +532,8 @@ def _glm5(
     writer.add_value_length_mla(value)
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_kda_head_dim(config["linear_head_dim"])
-    writer.add_float32(f"{key}kda.gate_lower_bound", config["linear_lower_bound"])
+    if config["linear_lower_bound"] is not None:
+        writer.add_float32(f"{key}kda.gate_lower_bound", config["linear_lower_bound"])
     for name, theirs in {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk", "kpool": "kpool"}.items():
         writer.add_uint32(f"{key}attention.indexer.{name}", config[f"index_{theirs}"])
     writer.add_uint32(f"{key}hyper_connection.count", config["hc_mult"])
@@ -542,8 +543,10 @@ def _glm5(
     writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])
-    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp")[: config.get("clamps", 2)]:
         writer.add_array(f"{key}{name}", [config["swiglu_limit"]] * len(kinds))
+    for name, values in config.get("more", {}).items():
+        (writer.add_array if isinstance(values, list) else writer.add_bool)(key + name, values)
     found = {}
     for name, tensor in tensors.items():
         if "visual" in name:

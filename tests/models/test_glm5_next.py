@@ -137,7 +137,9 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tmp_path: Path) ->
     "names", [("indexer_compressor_ape", "indexer_compressor_gate"), ("hc_attn_fn", "hc_ffn_base")]
 )
 def test_gguf_files_of_other_converters(names: tuple[str, ...], tiny: Callable, paged: Any, tmp_path: Path) -> None:
-    """Tensors without `.weight`, index tensors under older names, and no number of pooled tokens."""
+    """Tensors without `.weight`, index tensors under other names, and keys of an earlier port: no number of pooled
+    tokens and no bound of decays.
+    """
     model, ids = tiny(NAME), prompt(40)
     path = write_gguf(
         tmp_path / "plain.gguf", model.config["text_config"], model.tensors, gguf.GGMLQuantizationType.F32
@@ -145,9 +147,11 @@ def test_gguf_files_of_other_converters(names: tuple[str, ...], tiny: Callable, 
     wanted = logits(path, paged, ids)
     reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(tmp_path / "other.gguf", "glm5next")
     for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and not field.name.endswith(("architecture", "indexer.kpool")):
+        left_out = ("architecture", "indexer.kpool", "kda.gate_lower_bound")
+        if not field.name.startswith("GGUF.") and not field.name.endswith(left_out):
             inner = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+            key = field.name.replace("glm5-next.", "glm5next.")
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
         name = tensor.name
         if names[0].startswith("indexer"):
@@ -160,6 +164,48 @@ def test_gguf_files_of_other_converters(names: tuple[str, ...], tiny: Callable, 
     writer.write_tensors_to_file()
     writer.close()
     assert torch.equal(logits(tmp_path / "other.gguf", paged, ids), wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attention.indexer.types": [True, True, True, True, False]}, "share an index"),
+        ({"attention.indexer.kpool_select_tail": False}, "without attention.indexer.kpool_select_tail"),
+    ],
+)
+def test_gguf_files_with_what_is_missing_are_refused(
+    more: dict[str, Any], words: str, tiny: Callable, tmp_path: Path
+) -> None:
+    model = tiny(NAME)
+    config = model.config["text_config"] | {"more": more}
+    path = write_gguf(tmp_path / "tiny.gguf", config, model.tensors, gguf.GGMLQuantizationType.F32)
+    with open_model(path) as checkpoint, pytest.raises(LocalLLMError, match=words):
+        _ = checkpoint.facts
+
+
+def test_decays_without_a_bound(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
+    """Also where GGUF leaves the bound out, and the limit of shared experts that is that of routed ones."""
+    config = tiny(NAME).config
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    vision = {key: value for key, value in config["vision_config"].items() if key != "model_type"}
+    given = {"text_config": text | {"linear_lower_bound": None}, "vision_config": vision}
+    model, ids = tiny_of("glm5_next", given), prompt(40)
+    wanted = model.logits(ids)
+    assert relative_error(logits(model.save(tmp_path / "plain"), paged, ids), wanted) < 1e-4
+    stated = published(model, tmp_path / "published", linear_lower_bound=None)
+    with open_model(stated) as checkpoint:  # an object for these layers: there -5 takes the place of null
+        assert checkpoint.facts.layers[0].mixer.floor == -5.0
+    text = model.config["text_config"] | {"clamps": 1}
+    path = write_gguf(tmp_path / "tiny.gguf", text, model.tensors, gguf.GGMLQuantizationType.F32)
+    assert relative_error(logits(path, paged, ids), wanted) < 1e-4
+
+
+def test_experts_under_the_other_key(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny(NAME), prompt(20)
+    text = dict(model.config["text_config"])
+    text["num_local_experts"] = text.pop("n_routed_experts")
+    folder = replace(model, config=model.config | {"text_config": text}).save(tmp_path)
+    assert relative_error(logits(folder, paged, ids), model.logits(ids)) < 1e-4
 
 
 def test_decode_steps_choose_without_reading_a_gpu_back(
@@ -324,6 +370,10 @@ def test_ranks_cannot_divide_it_and_the_hint_says_so(loaded: Callable) -> None:
         ({"index_kpool_compress": False}, "without index_kpool_compress"),
         ({"index_kpool_always_select_tail": False}, "without index_kpool_always_select_tail"),
         ({"indexer_types": ["full", "full", "full", "full", "shared"]}, "layers that share an index"),
+        ({"indexer_types": None, "index_topk_pattern": "FFFFS"}, "layers that share an index"),
+        ({"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 4}, "layers that share an index"),
+        ({"indexer_types": ["full"] * 4}, "indexer_types: must name each of 5 layers full or shared"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "with hidden_act gelu_tanh"),
         ({"qk_rope_head_dim": 10}, "with RoPE"),
         ({"mhc": False}, "without mhc"),
         ({"layer_types": ["sliding_attention"] * 5}, "layers of type sliding_attention"),

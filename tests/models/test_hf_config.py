@@ -345,3 +345,10 @@ def test_values_that_cannot_be_computed_are_refused(config: dict[str, Any], word
 def test_other_ling_models_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         facts_of({"model_type": "bailing_moe"} | config)
+
+
+def test_flint_rotates_whole_heads_and_needs_its_window() -> None:
+    config = {"model_type": "flint", "num_hidden_layers": 5, "num_attention_heads": 32, "partial_rotary_factor": 0.5}
+    assert {layer.mixer.rope.dim for layer in facts_of(config).layers} == {128}
+    with pytest.raises(BadModelFile, match="sliding_window: is 0 or null"):
+        facts_of(config | {"sliding_window": None})
