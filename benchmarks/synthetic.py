@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     query_latent: int = 0
     turned: int = 64  # elements of a query with RoPE, if there are latents
     streams: int = 0  # residual streams of hyper-connections, with sparse attention and n-gram embeddings
+    value_dim: int = 0  # elements of a value head; 0: head_dim
 
 
 REAL = {
@@ -69,6 +70,8 @@ REAL = {
     ),
     # 25 of its 49 layers
     "north-mini-30b-a3b": Shape(2048, 3072, 25, 32, 4, 128, "cohere2moe", True, 32_768, 128, 8, 768),
+    # 7 of its 48 layers, a quarter of their experts
+    "mimo-v2.5": Shape(4096, 16_384, 7, 64, 4, 192, "mimo2", False, 32_768, 64, 8, 2048, value_dim=128),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
@@ -123,10 +126,10 @@ class _Writer:
         w.add_feed_forward_length(s.intermediate)
         w.add_head_count(s.heads)
         if not s.latent:
-            w.add_head_count_kv(s.kv_heads)
+            w.add_head_count_kv([self.kv_heads(layer) for layer in range(s.layers)] if s.value_dim else s.kv_heads)
             w.add_key_length(s.head_dim)
-            w.add_value_length(s.head_dim)
-            w.add_rope_dimension_count(s.head_dim // 4 if s.full_every else s.head_dim)
+            w.add_value_length(s.value_dim or s.head_dim)
+            w.add_rope_dimension_count(s.head_dim // (4 if s.full_every else 3 if s.value_dim else 1))
         w.add_rope_freq_base(10_000.0)
         w.add_layer_norm_rms_eps(1e-5)
         if s.experts:
@@ -135,6 +138,10 @@ class _Writer:
             w.add_expert_feed_forward_length(s.expert_inner)
         if s.arch == "gpt-oss":
             w.add_sliding_window(128)
+        if s.arch == "mimo2":
+            w.add_sliding_window(128)
+            w.add_sliding_window_pattern([self.kv_heads(layer) > s.kv_heads for layer in range(s.layers)])
+            w.add_float32("mimo2.attention.value_scale", 0.707)
         if s.arch == "cohere2moe":
             w.add_sliding_window(4096)
             w.add_sliding_window_pattern(4)
@@ -153,6 +160,11 @@ class _Writer:
             w.add_ssm_inner_size(s.value_heads * s.state)
         if s.streams:
             self.stream_sizes()
+
+    def kv_heads(self, layer: int) -> int:
+        """MiMo-V2's windowed layers have twice as many."""
+        windowed = self.shape.arch == "mimo2" and layer > 0 and layer % 6 != 5
+        return self.shape.kv_heads * (2 if windowed else 1)
 
     def stream_sizes(self) -> None:
         s, w, key = self.shape, self.file, f"{self.shape.arch}."
@@ -242,11 +254,11 @@ class _Writer:
         elif s.latent:
             self.latent_attention(base)
         else:
-            self.attention(base, self.better if more else self.usual)
+            self.attention(base, layer, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
         if not s.streams and s.arch != "cohere2moe":
             self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
-        if s.experts and not (layer == 0 and (s.latent or s.arch == "cohere2moe")):
+        if s.experts and not (layer == 0 and (s.latent or s.arch in ("cohere2moe", "mimo2"))):
             of_down = self.better if more and self.of_experts == self.usual else self.of_experts
             self.experts(base, "Q5_1" if s.expert_inner % 256 else of_down)
         else:
@@ -254,13 +266,14 @@ class _Writer:
             self.matrix(f"{base}.ffn_up", s.intermediate, s.hidden)
             self.matrix(f"{base}.ffn_down", s.hidden, s.intermediate, kind=self.better if more else self.usual)
 
-    def attention(self, base: str, of_values: str) -> None:
-        s = self.shape
-        rows = {"q": s.heads * s.head_dim, "k": s.kv_heads * s.head_dim, "v": s.kv_heads * s.head_dim}
+    def attention(self, base: str, layer: int, of_values: str) -> None:
+        s, kv_heads = self.shape, self.kv_heads(layer)
+        values = s.value_dim or s.head_dim
+        rows = {"q": s.heads * s.head_dim, "k": kv_heads * s.head_dim, "v": kv_heads * values}
         for name, count in rows.items():
             gated = 2 if name == "q" and s.full_every else 1
             self.matrix(f"{base}.attn_{name}", gated * count, s.hidden, kind=of_values if name == "v" else "")
-        self.matrix(f"{base}.attn_output", s.hidden, rows["q"])
+        self.matrix(f"{base}.attn_output", s.hidden, s.heads * values)
         if s.streams:
             for name, count in (("q", 4 * 128), ("k", 128)):
                 self.matrix(f"{base}.indexer.{name}_proj", count, s.hidden, kind="Q8_0")
@@ -269,7 +282,9 @@ class _Writer:
             for name, count in (rows | {"output": s.hidden}).items():
                 self.vector(f"{base}.attn_{name}.bias", count)
             self.vector(f"{base}.attn_sinks.weight", s.heads)
-        elif s.arch not in ("llama", "cohere2moe"):
+        elif s.arch == "mimo2" and kv_heads > s.kv_heads:
+            self.vector(f"{base}.attn_sinks.weight", s.heads)
+        elif s.arch not in ("llama", "cohere2moe", "mimo2"):
             self.norm(f"{base}.attn_q_norm", s.head_dim)
             self.norm(f"{base}.attn_k_norm", s.head_dim)
 
@@ -328,7 +343,7 @@ class _Writer:
         self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
         if s.streams:
             self.vector(f"{base}.ffn_gate_inp_shexp.weight", s.hidden, deviation=s.hidden**-0.5)
-        if s.latent:
+        if s.latent or s.arch == "mimo2":
             self.vector(f"{base}.exp_probs_b.bias", s.experts)
         if s.latent or s.streams:
             for name, shape in (("gate", (s.expert_inner, s.hidden)), ("up", (s.expert_inner, s.hidden))):

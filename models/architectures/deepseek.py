@@ -61,7 +61,7 @@ class DeepseekV2(Architecture):
     }
     hf_renamed = {"qk_rope_head_dim": "head_dim"}  # the rotated part of a head
     hf_classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
-    gguf_types = ("deepseek2",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("deepseek2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = self.rope(config)

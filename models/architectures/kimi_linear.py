@@ -68,7 +68,7 @@ class KimiLinear(Glm4MoeLite):
     }  # fmt: skip
     hf_renamed = _RENAMED
     hf_classes: ClassVar[tuple[str, ...]] = ("KimiLinearForCausalLM",)
-    gguf_types = ("kimi-linear",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("kimi-linear",)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Take the values of the delta layers out of `linear_attn_config`, which numbers layers from 1."""
