@@ -189,7 +189,10 @@ class InProcessBackend(ChatBackend):
             else:
                 (held if phase.name == "ready" else self._events).append(phase)
 
-        llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop, owns_process=True)
+        llm = LLM(
+            name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop, owns_process=True,
+            for_chat=not self._completes,
+        )  # fmt: skip
         if stop.is_set():  # replaced while loading: it must not be seen as ready
             llm.close()
             raise Aborted("another start replaced this one")

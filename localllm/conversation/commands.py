@@ -221,7 +221,8 @@ def _save(session: Session, text: str) -> str:
 def _ctx(session: Session, text: str) -> str:
     """Show what fills the context window."""
     talk, facts, count = session.conversation, session.backend.facts(), session.backend.count_tokens
-    turns = [one for one in talk.exchanges if one.counts]
+    now = next((one for one in talk.exchanges[-1:] if not one.stop), None)  # being answered
+    turns = [one for one in talk.exchanges if one.counts and one is not now]
     asked = [one for one in turns if one.attachments]
     pictures = num_images([{"content": one.content} for one in asked])
     parts = {
@@ -232,6 +233,10 @@ def _ctx(session: Session, text: str) -> str:
         "answers": sum(count(one.text) for one in turns),
     }
     parts["template and reasoning"] = max(0, talk.used_tokens - sum(parts.values()))
+    if now is not None:
+        parts["images"] += num_images([{"content": now.content}]) * picture_tokens(facts)
+        parts["this question"] = num_tokens(text_of(now.content), count)
+        parts["its answer so far"] = count(now.reasoning) + sum(count(one.text) for one in (*now.rounds, now))
     to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
     parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)

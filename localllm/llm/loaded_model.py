@@ -24,7 +24,8 @@ from localllm.interface import Facts
 from localllm.llm.adapted import AdaptedModel
 from localllm.llm.sampling import recommended
 from localllm.llm.torch_library import import_fast, load_library
-from localllm.request import LoadProgress, OnProgress
+from localllm.request import LoadProgress, OnProgress, cannot_chat
+from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +60,12 @@ class LoadedModel(AdaptedModel):
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
         owns_process: bool = False,
+        for_chat: bool = False,
         **settings: Any,
     ) -> None:
-        """`owns_process`: the process runs only our command, so objects from before the load are frozen for the GC."""
+        """`owns_process`: the process runs only our command, so objects from before the load are frozen for the GC.
+        `for_chat`: refuse a model that cannot chat before its weights are loaded.
+        """
         from localllm.device import rss_anon_bytes
         from localllm.llm.kept import KeptWeights
         from localllm.plan.planner import Planner
@@ -82,6 +86,8 @@ class LoadedModel(AdaptedModel):
         with self._explained_errors():
             self._checkpoint = open_model(self.path, self.options.mmproj)
             self.facts: ModelFacts = self._checkpoint.facts
+        if for_chat and not self.facts.has_chat_template:
+            raise cannot_chat(clean_line(self.name), bool(self.facts.pooling))
         self._draft_flaw = ""  # why the drafter next to the model is not used
         self._draft = self._find_draft(offline, cancel)
         self.sampling = recommended(self.facts, self.path)  # default parameters and their sources

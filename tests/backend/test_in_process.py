@@ -60,6 +60,11 @@ def test_a_base_model_is_refused_from_its_files(backend, tiny_path, tmp_path):
     assert backend.find(tiny_path) == tiny_path
     with pytest.raises(InvalidRequest, match="base model without a chat template"):
         backend.find(str(base))
+    seen = []
+    backend.start(str(base))
+    failed = wait(backend, lambda e: isinstance(e, Failed), seen)
+    assert "base model without a chat template" in failed.message and failed.turn == -1
+    assert {e.name for e in seen if isinstance(e, LoadProgress)} == {"resolve"}, "its weights were loaded"
 
 
 def test_the_pace_of_answers_is_what_the_next_start_expects(tiny_path, tmp_path, monkeypatch):

@@ -55,6 +55,12 @@ def test_the_context_is_what_the_engine_counted() -> None:
         "template and reasoning      73",
         "free                    32,690   of 32k",
     ]
+    talk.ask("and now").reasoning = "hm"
+    assert say("/ctx").splitlines()[3:] == [
+        "this question                2",
+        "its answer so far            1",
+        "free                    32,687   of 32k",
+    ]
     first.forgotten = True
     assert "1 question dropped" in say("/ctx")
 
