@@ -48,6 +48,7 @@ PREFILL_ETA = 0.4
 # AVX-512 without VNNI 110e9 to 135e9; AVX2 81e9 to 93e9. NEON was not measured.
 CORE_FLOPS = {"amx": 350e9, "avx512_vnni": 180e9, "avx512": 100e9, "avx2": 75e9, "neon_dotprod": 40e9}
 SLOW_CORE_FLOPS = 4e9
+LATENT_LAUNCHES = 9  # of kernels/triton/latent.py for one token
 DEFAULT_VOTES = 2  # weight of the assumed value in a median: up to this many benchmarked models leave it in charge
 ANSWERS = "answers"  # origin of a file that a chat or a server wrote instead of a benchmark
 MAX_FILES = 200
@@ -58,9 +59,12 @@ _PREFILL = re.compile(r"pp\d+")
 _INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # compute slices, out of 7, in the name of a MIG instance
 
 
-def launches_of(facts: ModelFacts, ctx: int) -> int:
-    """Kernels that PyTorch launches one by one for a token at position `ctx` when no graph captures them."""
-    mixed = sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
+def launches_of(facts: ModelFacts, ctx: int, fused: bool = False) -> int:
+    """Kernels launched one by one for a token at position `ctx` when no graph captures them, besides the few that any
+    layer has. `fused`: our kernels run latent attention.
+    """
+    latents = [mixer for mixer in facts.attention if isinstance(mixer, LatentAttention)]
+    mixed = LATENT_LAUNCHES * len(latents) if fused else sum(mixer.launches(ctx) for mixer in latents)
     mixed += sum(mixer.index.launches for mixer in facts.attention if mixer.index is not None)
     if facts.hyper is not None:
         mixed += 2 * facts.num_layers * facts.hyper.launches
@@ -163,7 +167,8 @@ class Speeds:
         steady = self.steady_eta(name, bandwidth, assumed)
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
         full = read + memory.sequence_bytes(ctx) - memory.unseen_bytes(ctx)
-        first, last = (0 if memory.captures else launches_of(facts, behind) for behind in (0, ctx))
+        fused = gpu is not None and gpu.capability >= 80 and memory.options.deterministic is not True
+        first, last = (0 if memory.captures else launches_of(facts, behind, fused) for behind in (0, ctx))
         start, end, pace = (
             tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches, kind))
             for share, count, launches in ((eta, read, first), (eta, full, last), (steady, read, first))

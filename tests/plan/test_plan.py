@@ -370,6 +370,10 @@ def test_launches_of_latent_attention_take_time_on_a_card() -> None:
     assert plan(facts, MACHINES["rtx4090"]).pace == plan(plain, MACHINES["rtx4090"]).pace, "a graph takes them along"
     without = EngineOptions(graphs=False)
     made, other = (plan(one, MACHINES["rtx4090"], without) for one in (facts, plain))
+    assert 1 / made.pace - 1 / other.pace == pytest.approx(47 * 9 * LAUNCH_S["cuda"]), "our kernels"
+    assert 1 / made.decode_tps_full - 1 / other.decode_tps_full == pytest.approx(47 * 9 * LAUNCH_S["cuda"], rel=0.01)
+    without = EngineOptions(graphs=False, deterministic=True)
+    made, other = (plan(one, MACHINES["rtx4090"], without) for one in (facts, plain))
     assert launches_of(facts, 0) == 47 * 130 and made.read_bytes == other.read_bytes
     assert 1 / made.pace - 1 / other.pace == pytest.approx(launches_of(facts, 0) * LAUNCH_S["cuda"])
     full = 1 / made.decode_tps_full - 1 / other.decode_tps_full
