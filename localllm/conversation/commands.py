@@ -236,7 +236,7 @@ def _ctx(session: Session, text: str) -> str:
     if now is not None:
         parts["images"] += num_images([{"content": now.content}]) * picture_tokens(facts)
         parts["this question"] = num_tokens(text_of(now.content), count)
-        parts["its answer so far"] = count(now.reasoning) + sum(count(one.text) for one in (*now.rounds, now))
+        parts["its answer so far"] = count(now.reasoning + now.text) + sum(count(one.text) for one in now.rounds)
     to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
     parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)
