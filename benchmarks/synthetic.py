@@ -17,6 +17,7 @@ TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
 )
+INDEX_DIM, POOLED = 128, 4
 HYPER_RANK, NGRAM_HEADS, NGRAM_ROWS, NGRAM_LAYER = 320, 16, 1_000_003, 1
 MANY = 1 << 24  # from this many weights on a matrix gets random codes: quantizing would take minutes
 LOGIT_SCALE = 2.5  # standard deviation of the logits, about that of real models
@@ -70,6 +71,28 @@ REAL = {
     ),
     # 25 of its 49 layers
     "north-mini-30b-a3b": Shape(2048, 3072, 25, 32, 4, 128, "cohere2moe", True, 32_768, 128, 8, 768),
+    # 8 of its 45 layers, a ninth of their experts
+    "glm5.3-flash": Shape(
+        4096,
+        12_288,
+        8,
+        64,
+        1,
+        256,
+        "glm5-next",
+        False,
+        32_768,
+        32,
+        8,
+        2048,
+        4,
+        64,
+        64,
+        latent=512,
+        query_latent=1536,
+        turned=0,
+        streams=4,
+    ),
     # 7 of its 48 layers, a quarter of their experts
     "mimo-v2.5": Shape(4096, 16_384, 7, 64, 4, 192, "mimo2", False, 32_768, 64, 8, 2048, value_dim=128),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
@@ -92,7 +115,7 @@ def write_model(
     written.matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, written.better)
     for layer in range(shape.layers):
         written.layer(layer)
-    if shape.streams:
+    if shape.streams and not shape.latent:
         written.hyper("output_hc", outer=True)
         rows = NGRAM_HEADS * NGRAM_ROWS
         written.matrix("per_layer_token_embd", rows, shape.hidden // NGRAM_HEADS, kind="IQ4_NL", size=16.0)
@@ -158,8 +181,28 @@ class _Writer:
             w.add_ssm_group_count(s.key_heads)
             w.add_ssm_time_step_rank(s.value_heads)
             w.add_ssm_inner_size(s.value_heads * s.state)
-        if s.streams:
+        if s.arch == "glm5-next":
+            self.mixed_sizes()
+        elif s.streams:
             self.stream_sizes()
+
+    def mixed_sizes(self) -> None:
+        s, w, key = self.shape, self.file, f"{self.shape.arch}."
+        numbers = {"head_count": 32, "key_length": INDEX_DIM, "top_k": 2048, "kpool": POOLED}
+        numbers = {f"attention.indexer.{name}": number for name, number in numbers.items()}
+        numbers |= {"hyper_connection.count": s.streams, "hyper_connection.sinkhorn_iterations": 20}
+        for name, number in numbers.items():
+            w.add_uint32(key + name, number)
+        w.add_float32(f"{key}hyper_connection.epsilon", 1e-6)
+        w.add_float32(f"{key}kda.gate_lower_bound", -5.0)
+        for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+            w.add_array(key + name, [10.0] * s.layers)
+
+    def mixed(self, base: str) -> None:
+        rows, wide = (2 + self.shape.streams) * self.shape.streams, self.shape.streams * self.shape.hidden
+        self.vector(f"{base}_fn.weight", rows, wide, deviation=wide**-0.5)
+        self.vector(f"{base}_base.weight", rows, deviation=0.5)
+        self.file.add_tensor(f"{base}_scale.weight", np.ones(3, np.float32))
 
     def kv_heads(self, layer: int) -> int:
         """MiMo-V2's windowed layers have twice as many."""
@@ -242,7 +285,11 @@ class _Writer:
     def layer(self, layer: int) -> None:
         s, base, eighth = self.shape, f"blk.{layer}", self.shape.layers // 8
         more = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
-        if s.streams:
+        if s.arch == "glm5-next":
+            for block in ("attn", "ffn"):
+                self.mixed(f"{base}.hc_{block}")
+            self.norm(f"{base}.attn_norm")
+        elif s.streams:
             for block in ("attn", "ffn"):
                 self.hyper(f"{base}.hc_{block}")
             if layer == NGRAM_LAYER:
@@ -256,7 +303,7 @@ class _Writer:
         else:
             self.attention(base, layer, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
-        if not s.streams and s.arch != "cohere2moe":
+        if (not s.streams or s.latent) and s.arch != "cohere2moe":
             self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
         if s.experts and not (layer == 0 and (s.latent or s.arch in ("cohere2moe", "mimo2"))):
             of_down = self.better if more and self.of_experts == self.usual else self.of_experts
@@ -317,6 +364,14 @@ class _Writer:
         self.matrix(f"{base}.attn_output", s.hidden, s.heads * s.head_dim)
         if s.arch == "bailingmoe3":
             self.matrix(f"{base}.attn_gate", s.heads, s.hidden, kind="Q8_0")
+        if s.arch == "glm5-next":
+            self.matrix(f"{base}.indexer.attn_q_b", 32 * INDEX_DIM, s.query_latent)
+            self.matrix(f"{base}.indexer.attn_k", INDEX_DIM, s.hidden)
+            self.vector(f"{base}.indexer.proj.weight", 32, s.hidden, deviation=s.hidden**-0.5)
+            self.norm(f"{base}.indexer.k_norm", INDEX_DIM)
+            self.vector(f"{base}.indexer.k_norm.bias", INDEX_DIM)
+            self.vector(f"{base}.indexer_compressor_gate.weight", INDEX_DIM, s.hidden, deviation=s.hidden**-0.5)
+            self.vector(f"{base}.indexer_compressor_ape.weight", POOLED, INDEX_DIM)
 
     def kimi_delta(self, base: str) -> None:
         s = self.shape
@@ -341,7 +396,7 @@ class _Writer:
         for name in ("gate", "up"):
             self.matrix(f"{base}.ffn_{name}_exps", s.expert_inner, s.hidden, kind=self.of_experts, experts=s.experts)
         self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
-        if s.streams:
+        if s.streams and not s.latent:
             self.vector(f"{base}.ffn_gate_inp_shexp.weight", s.hidden, deviation=s.hidden**-0.5)
         if s.latent or s.arch == "mimo2":
             self.vector(f"{base}.exp_probs_b.bias", s.experts)
