@@ -2,6 +2,7 @@
 
 weight          F8_E4M3 [N, K]
 weight_scale    multiplies; [] | [1] | [N] | [N, 1] | [cdiv(N, 128), cdiv(K, 128)] | [.., 1, .., 1]
+                [N / 64, cdiv(K, 128)] for rows cut out of blocks (`checkpoint.shards`)
 weight_scale_inv   also multiplies, despite its name; F32 (DeepSeek) or BF16 (Qwen); U8 and E8M0 are powers of two
 MXFP8           weight_scale or weight_scale_inv u8 E8M0 [N, K/32]
 """
@@ -18,10 +19,13 @@ from .stored import FLOATS, WeightReader
 
 
 def load_fp8(module: WeightReader, params: dict) -> Weight:
-    """`fp8` with float32 scales: [1], [N, 1] or one per 128 x 128 block."""
+    """`fp8` with float32 scales: [1], [N, 1] or one per 128 x 128 block. `dense` if blocks are half as high."""
     n, k = module.shape
     weight = module.e4m3("weight", module.shape)
     scales = _float32(module, params["scale"])
+    if "rows" in params:
+        factors = scales.repeat_interleave(params["rows"], 0).repeat_interleave(FP8_BLOCK, 1)
+        return Weight("dense", module.shape, weight.float() * factors[:n, :k])
     blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
     if scales.numel() == 1:
         scales = scales.view(1)

@@ -38,6 +38,8 @@ class Checkpoint:
         Raises KeyError for an unknown name.
         """
         info, file = self.tensors[name], self.files[self.tensors[name].file]
+        if info.pieces:
+            return np.concatenate([file.view(*piece) for piece in info.pieces])
         if info.strides is None:
             return file.view(info.offset, info.nbytes)
         item = info.nbytes // math.prod(info.shape)
@@ -53,7 +55,8 @@ class Checkpoint:
         case the next read comes from disk.
         """
         info = self.tensors[name]
-        self.files[info.file].forget(info.offset, info.nbytes, cached=cached)
+        for offset, nbytes in info.pieces or ((info.offset, info.nbytes),):
+            self.files[info.file].forget(offset, nbytes, cached=cached)
 
     @property
     def nbytes(self) -> int:

@@ -77,6 +77,7 @@ class TensorInfo:
     offset: int  # bytes from the start of `file`
     # bytes between elements along each dimension; None: contiguous
     strides: tuple[int, ...] | None = None
+    pieces: tuple[tuple[int, int], ...] = ()  # offset and bytes of pieces that follow each other; (): one
 
 
 class MappedFile:

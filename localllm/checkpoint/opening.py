@@ -23,6 +23,7 @@ from .gguf_file import read_gguf
 from .json_file import read_json_object
 from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, read_small, shown
 from .safetensors_file import read_safetensors
+from .shards import unsharded
 from .stacks import unstacked
 from .text_modules import MODULES_NAME, TextModules, read_text_modules
 
@@ -50,7 +51,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     for damaged files. Hyperparameters and tensors are compared later, when `facts` is read.
     """
     found = _open(Path(path).expanduser())
-    found.tensors = unstacked({name: info for name, info in found.tensors.items() if info.nbytes})  # some are empty
+    tensors = {name: info for name, info in found.tensors.items() if info.nbytes}  # some are empty
+    found.tensors = unstacked(unsharded(tensors, found.config))
     return found
 
 

@@ -1,7 +1,7 @@
-"""MiMo-V2 Flash and V2.5 (309B-A15B): values shorter than keys, windowed layers with sinks and more KV heads than the
-others, a rotation of a third of each head, a sigmoid router with a choice bias.
+"""MiMo-V2 Flash, V2.5 and V2.6 Flash (309B-A15B): values shorter than keys, windowed layers with sinks and more KV
+heads than the others, a rotation of a third of each head, a sigmoid router with a choice bias.
 
-The layers after the last one are MTP heads, which are not used.
+The MTP heads after the last layer are not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MimoV2(Architecture):
     """Published files and GGUF state how many tokens a windowed layer sees before a token, which also sees itself."""
 
     name = "mimo_v2"
-    label = "MiMo-V2 Flash and V2.5 (text)"
+    label = "MiMo-V2 Flash, V2.5 and V2.6 Flash (text)"
     hf_types = {"mimo_v2_flash": DEFAULTS, "mimo_v2": DEFAULTS}
     hf_renamed = {"layernorm_epsilon": "rms_norm_eps", "swa_rope_theta": "rope_local_base_freq"}
     hf_classes = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
@@ -57,8 +57,8 @@ class MimoV2(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
-        if config.stores_module("self_attn.qkv_proj"):  # V2.5: in shards, each with FP8 scales of its own
-            raise config.unsupported(f"{config.source} with fused QKV, except as GGUF,")
+        if config.stores_module("self_attn.qkv_proj"):  # only `checkpoint.shards` knows the order of its rows
+            raise config.unsupported(f"{config.source} with fused QKV, except as GGUF or FP8,")
         rope, local_rope, context = config.ropes(THETA, LOCAL_THETA)
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", config.activation(),
@@ -105,7 +105,9 @@ class MimoV2(Architecture):
         if checkpoint.kind == "gguf":
             return gguf_names(GGUF_LAYER | {SINKS: "attn_sinks.weight", CHOICE_BIAS: "exp_probs_b.bias"})
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
-        return hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+        found = hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+        parts = ("embed_tokens.", "layers.", "norm.")  # not the MTP heads
+        return replace(found, text=(*(f"model.{part}" for part in parts), "lm_head."))
 
 
 def _facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,85 @@ def test_fused_projections(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     expected = model.logits(ids)
     assert float((rows - expected).abs().max() / expected.abs().max()) < 1e-4
     folder = one.save(tmp_path / "fused")
-    with pytest.raises(UnsupportedModel, match="fused QKV, except as GGUF"), open_model(folder) as checkpoint:
+    with pytest.raises(UnsupportedModel, match="fused QKV, except as GGUF or FP8"), open_model(folder) as checkpoint:
         assert checkpoint.facts
     assert ARCHITECTURE[model.config["model_type"]] == "mimo2"
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_blocks(shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 codes, one scale for each block of 128 x 128, and the values they stand for."""
+    rows, columns = shard.shape
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            block = shard[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+            scales[row, column] = block.abs().max() / 448
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    codes = (shard / wide).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * wide
+
+
+def as_published(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors as in V2.6 (fused projections in shards of FP8 blocks, MXFP4 experts), and what they stand for."""
+    stored, plain = dict(model.tensors), dict(model.tensors)
+    draw, shards = torch.Generator().manual_seed(3), model.config["num_key_value_heads"]
+    for name in model.tensors:
+        if name.endswith("q_proj.weight"):
+            names = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
+            parts = [stored.pop(one).chunk(shards) for one in names]
+            made = [in_blocks(torch.cat(shard)) for shard in zip(*parts, strict=True)]
+            fused = name.replace("q_proj", "qkv_proj")
+            stored[fused] = torch.cat([codes for codes, _, _ in made])
+            stored[f"{fused}_scale_inv"] = torch.cat([scales for _, scales, _ in made])
+            sizes = [part[0].shape[0] for part in parts]
+            whole = zip(*(values.split(sizes) for _, _, values in made), strict=True)
+            plain |= {one: torch.cat(values) for one, values in zip(names, whole, strict=True)}
+        elif ".experts." in name:
+            count, rows, k = stored.pop(name).shape
+            start, kinds = name.rpartition(".")[0], name.rpartition(".")[2].removesuffix("_proj").split("_")
+            for expert, kind in product(range(count), kinds):
+                n, one = rows // len(kinds), f"{start}.{expert}.{kind}_proj.weight"
+                codes = torch.randint(0, 256, (n, k // 2), generator=draw, dtype=torch.uint8)
+                scales = torch.randint(122, 125, (n, k // 32), generator=draw, dtype=torch.uint8)
+                stored |= {one: codes, f"{one}_scale": scales}
+                numbers = E2M1[torch.stack([codes & 15, codes >> 4], -1).long()].flatten(1)
+                plain[one] = numbers * torch.ldexp(torch.ones(n, k // 32), scales.int() - 127).repeat_interleave(32, 1)
+            del plain[name]
+    return stored, plain
+
+
+def test_projections_in_shards_and_experts_of_four_bits(tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
+    """A layer without a window has rows of keys and values that do not begin with a block; its file is V2.6's."""
+    kinds = [f"{kind}_attention" for kind in ("full", "sliding", "full")]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334}
+    model = tiny_of(
+        "mimo_v2_flash",
+        {"vocab_size": 99, "hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
+        | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "n_routed_experts": 5}
+        | {"num_experts_per_tok": 2, "layer_types": kinds, "sliding_window": 12, "max_position_embeddings": 256}
+        | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), rope)},
+    )
+    config, ids = published(model.config), torch.randint(0, 99, (40,)).tolist()
+    stored, plain = as_published(model)
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "store_dtype": "mxfp4"}
+    changes = {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv", "quantization_config": quantized}
+    folder = replace(model, config=config | changes, tensors=stored).save(tmp_path / "stored")
+    with open_model(folder) as checkpoint:
+        assert checkpoint.formats["model.layers.1.self_attn.k_proj"].params == {"scale": "weight_scale_inv"}
+        assert checkpoint.formats["model.layers.2.self_attn.k_proj"].params["rows"] == 64
+        assert checkpoint.formats["model.layers.1.mlp.experts.0.up_proj"].kind == "mxfp4"
+        ours = load_model(checkpoint, LoadOptions(exact=True))
+    with open_model(replace(model, config=config, tensors=plain).save(tmp_path / "plain")) as checkpoint:
+        expected = load_model(checkpoint, LoadOptions(exact=True))
+    found, wanted = paged(ours).all_logits(ids, [20]), paged(expected).all_logits(ids, [20])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+    other = {"attention_projection_layout": "fused_qkv", "num_key_value_heads": 2, "swa_num_key_value_heads": 4}
+    folder = replace(model, config=config | changes | other, tensors=stored).save(tmp_path / "other")
+    with open_model(folder) as checkpoint, pytest.raises(UnsupportedModel, match="fused QKV"):
+        _ = checkpoint.facts
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8"])

@@ -1,10 +1,11 @@
 """FP8 E4M3 with `weight_scale_inv` or `weight_scale` (weights are multiplied by either), and MXFP8. kinds: fp8, mxfp8
 
-params: scale: suffix
+params: scale: suffix; rows: those of a block, if it is a half one (`shards`)
 """
 
 from __future__ import annotations
 
+from ..shards import BLOCK, HALF_BLOCK
 from .module import DENSE, POWERS_OF_TWO, StoredFormat, StoredModule
 
 
@@ -17,6 +18,8 @@ def detect(module: StoredModule) -> StoredFormat | None:
     scale = module.need(suffix, "an FP8 weight")
     if scale.shape == (n, k // 32) and scale.dtype in POWERS_OF_TWO and k % 32 == 0:
         return StoredFormat("mxfp8", "mxfp8", (n, k), {"scale": suffix})
+    if scale.pieces and scale.shape == (n // HALF_BLOCK, -(-k // BLOCK)):
+        return StoredFormat("fp8", "fp8", (n, k), {"scale": suffix, "rows": HALF_BLOCK})
     _check_blocks(module, suffix, n, k)
     known = (*DENSE, "F8_E4M3", "F8_E8M0", "U8")
     if scale.dtype not in known:
