@@ -19,6 +19,7 @@ from .mapped_file import TensorInfo
 _FUSED = re.compile(r"(model\.layers\.(\d{1,6})\.self_attn\.)qkv_proj\.weight")
 BLOCK = 128
 HALF_BLOCK = 64
+MAX_ROWS = 1 << 20  # far above published models: a range is kept for each block
 
 
 def unsharded(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -56,7 +57,7 @@ def _parts(start: str, info: TensorInfo, scale: TensorInfo, sizes: list[int], sh
     rows, per_shard = [size // shards for size in sizes], -(-sum(sizes) // shards // BLOCK)
     begins = [0, rows[0], rows[0] + rows[1]]
     whole = all(size and size % shards == 0 for size in sizes) and len(info.shape) == len(scale.shape) == 2
-    if not whole or info.shape[0] != sum(sizes) or scale.shape[0] != shards * per_shard:
+    if not whole or sum(sizes) > MAX_ROWS or info.shape[0] != sum(sizes) or scale.shape[0] != shards * per_shard:
         return
     if any(one % HALF_BLOCK for one in (*rows, *begins)):
         return
