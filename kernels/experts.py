@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .layer_weights import ExpertsWeights, Linear, LinearPart
-from .recurrent import sigmoid
+from .recurrent import sigmoid, softplus
 from .reference import relu2, silu_clamped
 
 SIGMOID_SLOPE = 1.702  # alpha of swiglu_oai
@@ -35,10 +35,11 @@ def tokens_of_tiles(num_experts: int, top_k: int) -> tuple[int, ...]:
     return tuple(sorted({pairs // top_k + 1 for pairs in most})) if top_k else ()
 
 
-def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Select the experts of each token and their weights; ties go to the lower index.
 
     logits   float32 [num_tokens, num_experts]
+    ids      int64 [num_tokens]: token ids, for `weights.table`
     returns  int64 [num_tokens, top_k], float32 [num_tokens, top_k]
     """
     scores = logits
@@ -46,10 +47,16 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
         scores = torch.softmax(logits, -1)
     elif weights.router_kind == "sigmoid":
         scores = sigmoid(logits)
+    elif weights.router_kind == "sqrt_softplus":
+        scores = softplus(logits).sqrt_()
     wanted = scores if weights.choice_bias is None else scores + weights.choice_bias
     if weights.groups > 1:
         wanted = _of_best_groups(wanted, weights)
-    chosen = wanted.sort(dim=-1, descending=True, stable=True)[1][:, : weights.top_k]
+    if weights.table is None:
+        chosen = wanted.sort(dim=-1, descending=True, stable=True)[1][:, : weights.top_k]
+    else:
+        assert ids is not None
+        chosen = weights.table[ids]
     shares = scores.gather(1, chosen)
     if weights.router_kind == "softmax_topk":
         shares = torch.softmax(shares, -1)
@@ -96,14 +103,17 @@ def limited(activate: Callable[..., Tensor], limit: float | None) -> Callable[[T
     return activate if limit is None else partial(activate, limit=limit)
 
 
-def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[..., Tensor]) -> Tensor:
+def mixture(
+    x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[..., Tensor], ids: Tensor | None = None
+) -> Tensor:
     """Weighted sum of the chosen experts' outputs for normed rows x: float32, shape of x.
 
     Synchronizes with the host for the token count of each expert, so only experts with tokens are read.
 
     router_input   the router's input
+    ids            as in `route`
     """
-    chosen, shares = route(weights.router(router_input).float(), weights)
+    chosen, shares = route(weights.router(router_input).float(), weights, ids)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.zeros(seen.shape, dtype=torch.float32, device=x.device)
     order = chosen.flatten().argsort(stable=True)  # entries of `chosen` by expert, tokens ascending

@@ -100,6 +100,21 @@ def hyper_out(x: Tensor, output: Tensor, gains: Tensor) -> Tensor:
     return x.copy_(added.flatten(1))
 
 
+def weighted_stream(x: Tensor, weights: MixedWeights) -> Tensor:
+    """The weighted sum of the streams that is the model's output: [num_tokens, count * hidden] -> [.., hidden]."""
+    assert weights.final is not None
+    fn, base, scale = weights.final
+    streams = x.float()
+    size = streams.pow(2).mean(-1, keepdim=True).add_(weights.norm_eps).rsqrt_()
+    made = torch.stack([fn @ row for row in streams]) if len(x) else streams[:, : weights.count]
+    before = sigmoid((made * size).mul_(scale).add_(base)).add_(weights.eps).unsqueeze(-1)
+    parts = streams.unflatten(-1, (weights.count, -1))
+    mixed = parts[:, 0] * before[:, 0]
+    for stream in range(1, weights.count):
+        mixed = mixed + parts[:, stream] * before[:, stream]
+    return mixed.to(x.dtype)
+
+
 def mean_stream(x: Tensor, count: int) -> Tensor:
     """The mean of the streams: [num_tokens, count * hidden] -> [num_tokens, hidden]."""
     parts = x.unflatten(-1, (count, -1)).float()

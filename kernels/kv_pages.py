@@ -35,6 +35,8 @@ class KVPages(NamedTuple):
     index_keys          float32 or bfloat16 [num_pages, page_size, dim]: index keys of the tokens, if there is an index;
                         [..., 2 dim] with the logits of their weights in a pooled index
     block_keys          the same type [num_pages, page_size / ratio, dim]: those of whole blocks of `ratio` tokens
+
+    Compressed attention keeps in `index_keys` what entries are made of, and in `block_keys` the entries.
     """
 
     k: Tensor
@@ -66,3 +68,10 @@ class KVPages(NamedTuple):
     def format(self) -> str:
         """f32 | bf16 | fp16 | int8 | fp8"""
         return next(name for name, dtype in KV_DTYPES.items() if dtype is self.k.dtype)
+
+
+class CompressedPages(NamedTuple):
+    """Pages of one layer with compressed attention: those of its last tokens, and those of its entries."""
+
+    window: KVPages
+    entries: KVPages

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .adapters import Additions
 from .host_experts import HostExperts
-from .kv_pages import KVPages
+from .kv_pages import CompressedPages, KVPages
 from .registry import Impl
 from .state_slots import StateSlots
 
@@ -203,6 +203,8 @@ class MixedWeights:
     eps: float  # added to weights and sums
     norm_eps: float  # of the norm of all streams together
     last: bool = False  # the model's output is the mean of the streams after this block
+    # or the sum of these, weighted as a block's input is: fn, base, scale of shapes [count, ...], [count] and [1]
+    final: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def wide(self) -> int:
@@ -305,6 +307,52 @@ class LatentWeights:
     def kept(self) -> tuple[int, int, int]:
         """(KV heads, key dim, value dim) of its pages."""
         return 1, self.rank, self.turned
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWeights:
+    """Weights that make entries of compressed attention, or their index keys: see `compressed`."""
+
+    rows: Linear  # values of a token, then the logits of their weights; both twice if entries overlap
+    places: Tensor  # float32 [ratio, width, or twice that]: added to the logits of each of an entry's tokens
+    norm: Norm  # [width]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndexWeights:
+    """Weights of the index that chooses entries."""
+
+    q_up: Linear  # query latent -> all index queries
+    shares: Linear  # weights of the index heads
+    num_heads: int
+    top: int  # entries that a query sees
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeights:
+    """Weights of one layer of compressed attention: see `compressed`."""
+
+    norm: Norm | None
+    inputs: Linear  # rows: the query latent, then the values, which are the keys
+    q_norm: Norm  # before `q_up`
+    q_up: Linear
+    head_norm: Norm  # of each query, without a weight
+    kv_norm: Norm
+    narrow: tuple[Linear, ...]  # per group of heads
+    out: Linear
+    sinks: Tensor  # float32 [num_heads]
+    num_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    interleaved: bool
+    pools: tuple[PoolWeights, ...] = ()  # of entries, then of index keys; () without entries
+    ratio: int = 0  # tokens of an entry
+    overlaps: bool = False
+    back: Tensor | None = None  # as in `IndexWeights`
+    index: EntryIndexWeights | None = None
+    entry_view: int = -1  # the view of the entries
+    hyper: MixedWeights | None = None  # see `MixedWeights`
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +466,7 @@ class ExpertsWeights:
     gate_up: tuple[Linear, ...]  # per expert; rows: gate, then up; only up with relu2
     down: tuple[Linear, ...]
     top_k: int
-    router_kind: str  # softmax | softmax_topk | sigmoid | sigmoid_topk
+    router_kind: str  # softmax | softmax_topk | sigmoid | sigmoid_topk | sqrt_softplus
     activation: str  # silu | silu_clamped | gelu_tanh | swiglu_oai | relu2
     renormalise: bool = True
     scale: float = 1.0  # multiplies the router's expert weights
@@ -443,6 +491,7 @@ class ExpertsWeights:
     # `gate_up` and `down` of all experts as one part each, if their weights are contiguous
     stacked: tuple[LinearPart, LinearPart] | None = None
     share_inputs: bool = False  # expert weights multiply the inputs instead of the outputs
+    table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, in place of the router's choice
     hyper: HyperWeights | MixedWeights | None = None  # see `HyperWeights`
 
 
@@ -516,9 +565,11 @@ def linears_of(weights: Any) -> Iterator[Linear]:
     """Yield the linear layers of a mixer or feed-forward layer in field order; nothing for None."""
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, PARTS):
-            yield from linears_of(value)
-        yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Linear))
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, PARTS):
+                yield from linears_of(one)
+            if isinstance(one, Linear):
+                yield one
 
 
 def nbytes_of(weights: Any) -> int:
@@ -526,9 +577,9 @@ def nbytes_of(weights: Any) -> int:
     total = 0
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, (*PARTS, ApartNorms)):
-            total += nbytes_of(value)
         for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, (*PARTS, ApartNorms)):
+                total += nbytes_of(one)
             total += one.nbytes if isinstance(one, (Linear, Tensor)) else 0
             if isinstance(one, Norm):
                 total += one.weight.nbytes + (0 if one.bias is None else one.bias.nbytes)
@@ -536,10 +587,13 @@ def nbytes_of(weights: Any) -> int:
 
 
 # weights within those of a block that have linear layers of their own
-PARTS = (InputWeights, StreamWeights, HyperWeights, MixedWeights, NGramWeights, IndexWeights, PooledWeights)
-MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights | MambaWeights
+PARTS = (
+    *(InputWeights, StreamWeights, HyperWeights, MixedWeights, NGramWeights, IndexWeights, PooledWeights),
+    *(PoolWeights, EntryIndexWeights),
+)
+MixerWeights = AttentionWeights | LatentWeights | CompressedWeights | DeltaWeights | ConvWeights | MambaWeights
 FeedForwardWeights = MlpWeights | ExpertsWeights
-LayerCache = KVPages | StateSlots | None  # None: layer without a mixer
+LayerCache = KVPages | CompressedPages | StateSlots | None  # None: layer without a mixer
 # a layer's weights, and the index of its view; -1 for recurrent layers and layers without a mixer
 LayerCall = tuple[MixerWeights | None, FeedForwardWeights | None, int]
 # cos, sin, block_table, slot_mapping: shared by the layers of one cache group in a step

@@ -15,7 +15,8 @@ RECURRENT = ("causal_conv", "delta_rule", "state_space")  # carry state between 
 SPARSE = ("index_write", "index_pool", "index_scores", "choose_blocks")
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *SPARSE, *RECURRENT)
 # in dependency order: a segment comes after the ones it calls
-MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")
+ATTENTION = ("attn_in", "attention", "attn_out", "latent_attention", "compressed_attention")
+MIXERS = (*ATTENTION, "gated_delta", "short_conv", "mamba")
 STREAMS = ("streams_in", "streams_out", "hyper_in", "hyper_out", "ngrams")  # of several residual streams
 SEGMENTS = (*MIXERS, "token_index", "mlp", "experts", "layer_input", *STREAMS, "head", "decoder", "step")
 

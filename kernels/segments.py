@@ -3,6 +3,7 @@
     attn_in      norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
     attn_out     output projection, residual               mlp         norm, gate/up, activation, down, residual
     latent_attention  norm, projections, RoPE, latent write, attention over latents, output projection, residual
+    compressed_attention  the same over the last tokens and compressed entries, which it writes
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
     short_conv   norm, projection, gate, convolution, gate, output projection, residual
     mamba        norm, projection, convolution, state space, gated norm, output projection, residual
@@ -31,12 +32,14 @@ import torch
 from torch import Tensor
 
 from . import recurrent, reference, sparse
+from .compressed import compressed_attention
 from .embedding import Embedding
 from .experts import OTHER_ACTIVATIONS, limited, mixture, shared
-from .hyper import hyper_in, hyper_out, mean_stream, ngrams, widened
+from .hyper import hyper_in, hyper_out, mean_stream, ngrams, weighted_stream, widened
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
+    CompressedWeights,
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
@@ -84,6 +87,7 @@ class KernelTable:
     attention: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
     latent_attention: Callable[..., Tensor]
+    compressed_attention: Callable[..., Tensor]
     gated_delta: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
     mamba: Callable[..., Tensor]
@@ -150,13 +154,17 @@ def experts(
     x: Tensor,
     weights: ExpertsWeights,
     mix: Callable[..., Tensor] = mixture,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place.
 
     With hyper-connections x is not added.
 
     mix   replacement for `experts.mixture`
+    ids   as in `experts.route`
     """
+    if ids is not None:
+        mix = partial(mixture, ids=ids)
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
     activate, own = activations[weights.activation], weights.apart
     normed = norm_rows(rms_norm, x, weights.norm)
@@ -199,6 +207,7 @@ def decoder(
     attention: Callable[..., Tensor],
     attn_out: Callable[..., Tensor],
     latent_attention: Callable[..., Tensor],
+    compressed_attention: Callable[..., Tensor],
     gated_delta: Callable[..., Tensor],
     short_conv: Callable[..., Tensor],
     mamba: Callable[..., Tensor],
@@ -227,7 +236,8 @@ def decoder(
     slots    int64 [num_seqs]: state slots of the sequences; None if no layer is recurrent
     wanted   int64 [num_rows], ascending, last tokens of some sequences: only these rows are returned, and for other
              rows the last layer computes only keys and values
-    inputs   [num_tokens, layers, size]: per-layer inputs, if the model has them; [num_tokens, size]: rows for `ngrams`
+    inputs   [num_tokens, layers, size]: per-layer inputs, if the model has them; [num_tokens, size]: rows for `ngrams`;
+             int64 [num_tokens]: token ids, if some experts are chosen by these
     state_starts  int32 [len(slots) + 1], replaces `cu_query_lens` for recurrent layers: sequences may be empty
     """
     starts = cu_query_lens if state_starts is None else state_starts
@@ -240,10 +250,15 @@ def decoder(
         if ffn is None:
             return x
         feed = experts if isinstance(ffn, ExpertsWeights) else mlp
+        if isinstance(ffn, ExpertsWeights) and ffn.table is not None:
+            assert inputs is not None
+            feed = partial(experts, ids=inputs if rows is None else inputs[rows])
         if ffn.hyper is not None:
             mixed, gains = hyper_in(x, ffn.hyper)
             x = hyper_out(x, feed(mixed, ffn), gains)
             if isinstance(ffn.hyper, MixedWeights):
+                if ffn.hyper.final is not None:
+                    return weighted_stream(x, ffn.hyper)
                 return mean_stream(x, ffn.hyper.count) if ffn.hyper.last else x
             return x if ffn.hyper.final is None else hyper_in(x, ffn.hyper.final)[0]
         x = feed(x, ffn)
@@ -294,6 +309,9 @@ def decoder(
                 given = of_layer, views[view], cu_query_lens, seq_lens
                 chosen = None if weights.index is None else token_index(x, weights, *given)
                 x = sparse_latent(latent_attention, x, weights, *given, chosen)
+            elif isinstance(weights, CompressedWeights):
+                of_entries = views[weights.entry_view] if weights.pools else None
+                x = compressed_attention(x, weights, of_layer, views[view], of_entries, cu_query_lens, seq_lens)
             elif weights is not None:
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             if hyper is not None:
@@ -372,6 +390,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attention": (attention, ("paged_attention",)),
     "attn_out": (attn_out, ("rms_norm",)),
     "latent_attention": (latent_attention, ("rms_norm", "rope")),
+    "compressed_attention": (compressed_attention, ("rms_norm", "rope", "index_scores")),
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mamba": (mamba, ("rms_norm", "causal_conv", "state_space", "silu_mul")),
@@ -388,7 +407,8 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "decoder": (
         decoder,
         (
-            *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba"),
+            *("attn_in", "attention", "attn_out", "latent_attention", "compressed_attention"),
+            *("gated_delta", "short_conv", "mamba"),
             *("token_index", "mlp", "experts", "layer_input", "streams_in", "streams_out"),
             *("hyper_in", "hyper_out", "ngrams"),
         ),

@@ -16,7 +16,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
+from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, CompressedPages, KVPages
+from localllm.kernels.layer_weights import LayerCache
 from localllm.kernels.state_slots import StateSlots
 
 from .architectures.facts import ModelFacts, state_layers
@@ -38,7 +39,7 @@ class CacheGroup:
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     # layer without a KV cache of its own -> the one of `layers` whose keys and values it reads
     readers: Mapping[int, int] = field(default_factory=dict, hash=False)
-    index: tuple[int, int, int] | None = None  # `TokenIndex.kept`, if tokens also have an index key
+    beside: tuple[int, int, int] | None = None  # as in `mixers.Attention`
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -56,8 +57,7 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
             (index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.keeping_layers)
         )
         readers = {index: source for index, source in shared if source in layers}
-        index = None if mixer.index is None else mixer.index.kept
-        groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers, index))
+        groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers, mixer.beside))
     return tuple(groups)
 
 
@@ -147,9 +147,11 @@ class KVCache:
         num_slots: int = 0,
         num_layers: int = 0,
         num_drafting: int = 0,
+        entries: Sequence[int] = (),
     ) -> None:
-        """`num_pages` is per group, `num_slots` per entry of `states`. `num_layers` includes layers that keep nothing,
-        but neither the MTP layer nor the last `num_drafting` ones, which are those of a drafter.
+        """`num_pages` is per group, `num_slots` per item of `states`. `num_layers` includes layers that keep nothing,
+        but neither the MTP layer, nor the compressed entries of the layers `entries`, nor the last `num_drafting` ones,
+        which are those of a drafter.
         """
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
@@ -160,7 +162,7 @@ class KVCache:
         for group, pages in zip(self.groups, self.num_pages, strict=True):
             rows = (pages, group.num_kv_heads, page_size)
             shapes = (*rows, group.head_dim), (*rows, group.value_dim)
-            layers |= {layer: self._pages(shapes, group.scales.get(layer), group.index) for layer in group.layers}
+            layers |= {layer: self._pages(shapes, group.scales.get(layer), group.beside) for layer in group.layers}
             layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
         self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: one copy moves a slot of all layers
@@ -174,12 +176,23 @@ class KVCache:
             self.states += kept
         count = max(num_layers, 1 + max(layers, default=-1))
         self._all = tuple(layers.get(layer) for layer in range(count))
-        self.layers = self._all[: num_layers or count]  # the cache that each layer reads, in order
-        self.predictor = self._all[num_layers or count : count - num_drafting]  # that of the MTP layer, if there is one
+        first = count - num_drafting - len(entries)
+        stored = dict(zip(entries, self._all[first : count - num_drafting], strict=True))
+        # the cache that each layer reads, in order
+        self.layers: tuple[LayerCache, ...] = tuple(
+            CompressedPages(kept, other)
+            if isinstance(other := stored.get(layer), KVPages) and isinstance(kept, KVPages)
+            else kept
+            for layer, kept in enumerate(self._all[: num_layers or count])
+        )
+        self.predictor = self._all[num_layers or count : first]  # that of the MTP layer, if there is one
         self.drafting = self._all[count - num_drafting :]  # those of a drafter's layers
 
     def _pages(
-        self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None, index: tuple[int, int, int] | None
+        self,
+        shapes: tuple[tuple[int, ...], ...],
+        fixed: tuple[float, float] | None,
+        beside: tuple[int, int, int] | None,
     ) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
         scales: tuple[Tensor | None, ...] = (None, None)
@@ -187,9 +200,9 @@ class KVCache:
             scales = tuple(torch.tensor([scale], device=self.device) for scale in fixed)
         elif self.format in SCALED_FORMATS:
             scales = tuple(_zeros(shape[:3], torch.float32, self.device) for shape in shapes)
-        if index is None:
+        if beside is None:
             return KVPages(k, v, *scales)
-        token, block, ratio = index
+        token, block, ratio = beside
         dtype = torch.float32 if self.format == "f32" else torch.bfloat16
         rows = ((len(k), self.page_size, token), (len(k), self.page_size // ratio, block))
         return KVPages(k, v, *scales, *(_zeros(shape, dtype, self.device) for shape in rows))

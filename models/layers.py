@@ -15,8 +15,10 @@ from localllm.kernels.experts import Stack
 from localllm.kernels.layer_weights import (
     ApartNorms,
     AttentionWeights,
+    CompressedWeights,
     ConvWeights,
     DeltaWeights,
+    EntryIndexWeights,
     ExpertsWeights,
     HyperWeights,
     IndexWeights,
@@ -31,15 +33,28 @@ from localllm.kernels.layer_weights import (
     NGramWeights,
     Norm,
     PooledWeights,
+    PoolWeights,
     StreamWeights,
 )
 from localllm.quant import dequantize
 
-from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import APART_NORMS, MIXER, Dense, Experts, HyperConnections, MixedConnections, Norms
+from .architectures.facts import entry_views, linear_shapes, vector_shapes
+from .architectures.layers import (
+    APART_NORMS,
+    EXPERT_TABLE,
+    HYPER_HEAD,
+    MIXER,
+    Dense,
+    Experts,
+    HyperConnections,
+    MixedConnections,
+    Norms,
+)
 from .architectures.mixers import (
     EXPANDED,
+    GROUPED_OUT,
     Attention,
+    CompressedAttention,
     GatedDelta,
     KimiDelta,
     LatentAttention,
@@ -156,6 +171,15 @@ class LayerReader:
         if not isinstance(facts, MixedConnections):
             return None
         base, scale = (self.vector(f"hc_{block}_{name}.weight") for name in ("base", "scale"))
+        final = None
+        if block == "ffn" and last and facts.weighted:
+            ((module, shape),), sizes = facts.outer(self.hidden).items(), facts.outer_vectors(self.hidden)
+            vectors = (
+                self.reader.tensor(f"{HYPER_HEAD}_{name}.weight", sizes[f"{HYPER_HEAD}_{name}.weight"])
+                for name in ("base", "scale")
+            )
+            fn = dequantize(self.reader.weight(module, shape)).float().clone()
+            final = (fn, *vectors)
         return MixedWeights(
             count=facts.count,
             fn=self.matrix(f"hc_{block}_fn"),
@@ -165,6 +189,7 @@ class LayerReader:
             eps=facts.eps,
             norm_eps=self.reader.facts.rms_norm_eps,
             last=last and block == "ffn",
+            final=final,
         )
 
     def ngrams(self) -> NGramWeights | None:
@@ -233,6 +258,10 @@ class LayerReader:
     def vector(self, name: str) -> Tensor:
         """Read any other tensor of the layer as float32."""
         return self.reader.tensor(self.start + name, self._sizes[name])
+
+    def table(self, facts: Experts) -> Tensor:
+        """Read the experts of each token id. Raises BadModelFile if there is no such expert."""
+        return self.reader.numbers(self.start + EXPERT_TABLE, (facts.hashed, facts.top_k), facts.num_experts)
 
     def joined(self, layer_class: str, module: str) -> dict[str, Any]:
         """Read an output projection as "out" or "down", with the "join" that combines the ranks' parts of it."""
@@ -396,6 +425,49 @@ def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, 
     return k_up, tuple(layer.made("kv_b", names[1], by_head[head, facts.still_dim :]) for head in heads)
 
 
+def _compressed_attention(layer: LayerReader, facts: CompressedAttention) -> CompressedWeights:
+    inner, index, angles = facts.num_heads * facts.head_dim // facts.groups, facts.entry_index, None
+    weight = layer.reader.stored(layer.start + GROUPED_OUT, (facts.groups * facts.out_rank, inner))
+    values = weight.qweight if weight.form == "dense" else dequantize(weight).to(torch.bfloat16)
+    if facts.ratio:
+        angles = layer.reader.rope(facts.rope).inv_freq.to(layer.reader.device) * (facts.ratio - 1)
+
+    def pool(start: str, width: int) -> PoolWeights:
+        rows = layer.linear("compressor", *(f"{start}.{kind}_proj" for kind in ("kv", "gate")))
+        return PoolWeights(rows, layer.vector(f"{start}.position_bias"), layer.norm(f"{start}.kv_norm", width))
+
+    return CompressedWeights(
+        norm=layer.norm_if(layer.norms.before_mixer),
+        inputs=layer.linear("qkv", "self_attn.q_a_proj", "self_attn.kv_proj"),
+        q_norm=layer.norm("self_attn.q_a_norm", facts.query_rank),
+        q_up=layer.linear("q_b", "self_attn.q_b_proj"),
+        head_norm=layer.plain_norm(facts.head_dim),
+        kv_norm=layer.norm("self_attn.kv_norm", facts.head_dim),
+        narrow=tuple(layer.made("o", GROUPED_OUT, rows) for rows in values.split(facts.out_rank)),
+        out=layer.linear("o", "self_attn.o_b_proj"),
+        sinks=layer.vector("self_attn.sinks"),
+        num_heads=facts.num_heads,
+        head_dim=facts.head_dim,
+        scale=facts.scale,
+        window=facts.window,
+        interleaved=facts.rope.interleaved,
+        pools=tuple(pool(*one) for one in zip(facts.pools, facts.widths, strict=False)),
+        ratio=facts.ratio,
+        overlaps=facts.overlaps,
+        back=None if angles is None else torch.stack([angles.cos(), angles.sin()]),
+        index=None
+        if index is None
+        else EntryIndexWeights(
+            q_up=layer.linear("index", f"{facts.pools[1]}.q_b_proj"),
+            shares=layer.linear("router", f"{facts.pools[1]}.weights_proj"),
+            num_heads=index.num_heads,
+            top=index.top,
+        ),
+        entry_view=entry_views(layer.reader.facts).get(layer.index, -1),
+        hyper=layer.mixed("attn"),
+    )
+
+
 def _by_part(heads: int, sizes: Sequence[int]) -> Tensor:
     """Row indices that regroup head-by-head rows by part: part 0 of all heads, then part 1, ... (`sizes` per head)."""
     rows = torch.arange(heads * sum(sizes)).view(heads, -1)
@@ -526,6 +598,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         groups=facts.groups,
         group_top_k=facts.group_top_k,
         share_inputs=facts.share_inputs,
+        table=layer.table(facts) if facts.hashed else None,
         shared_gate_up=layer.linear("gate_up", *shared) if facts.shared_inner else None,
         shared_down=layer.linear("down", "mlp.shared_expert.down_proj") if facts.shared_inner else None,
         shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,
@@ -573,6 +646,7 @@ def _expert_scales(layer: LayerReader, facts: Experts) -> Tensor | None:
 _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
+    CompressedAttention: _compressed_attention,
     GatedDelta: _gated_delta,
     SplitDelta: _gated_delta,
     KimiDelta: _kimi_delta,

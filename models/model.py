@@ -152,6 +152,8 @@ class Model:
         """
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
+        if any(isinstance(ffn, ExpertsWeights) and ffn.table is not None for _, ffn, _ in self._calls):
+            inputs = batch.token_ids
         if self.ngrams is not None:
             inputs = self.ngrams(batch, cache, x.dtype) if batch.ngram_rows is None else batch.ngram_rows
         rows = batch.logits_indices
@@ -241,7 +243,7 @@ class Model:
         formats = page_size, kv_format, device
         facts = self.facts
         counts = num_slots, facts.num_layers, len(facts.drafting)
-        return KVCache(self.groups, num_pages, *formats, self.states, *counts)
+        return KVCache(self.groups, num_pages, *formats, self.states, *counts, entries=tuple(facts.entries))
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Adapters:
         """Create the adapter slots, once. `promises` are those of `Adapters`; unused slots cost nothing."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.checkpoint.mapped_file import bad
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose, rope
 from localllm.kernels.cpu import layout as cpu_layout
@@ -386,6 +387,17 @@ class Reader:
             self._counted.add(stored)
             self._advance(self.checkpoint.tensors[stored].nbytes)
         return values
+
+    def numbers(self, name: str, shape: tuple[int, ...], end: int) -> Tensor:
+        """Read a tensor of integers from 0 up to `end`, by canonical name, as int64 on the device."""
+        stored = self.checkpoint.names.tensor(name)
+        info = self.checkpoint.tensors[stored]
+        values = self.checkpoint.read(stored).view({"I32": "<i4", "I64": "<i8"}[info.dtype]).astype("int64")
+        if not 0 <= values.min() <= values.max() < end:
+            raise bad(info.file, f"holds numbers that are not from 0 to {end - 1:,}", key=stored)
+        self._counted.add(stored)
+        self._advance(info.nbytes)
+        return torch.from_numpy(values.reshape(shape)).to(self.device)
 
     def vector(self, stored: str, size: int) -> Tensor:
         """Read a vector by its name in the file as float32 [size]."""

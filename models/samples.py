@@ -12,7 +12,7 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
-from .architectures.mixers import Attention, GatedDelta, Mamba2, Paged, PooledIndex, Stateful
+from .architectures.mixers import Attention, CompressedAttention, GatedDelta, Mamba2, Paged, PooledIndex, Stateful
 from .model import DecoderLayer
 
 # layer kinds to test, at least as many as there are types of mixers: a mixed quantization can have a dozen, but their
@@ -49,6 +49,8 @@ def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
         if isinstance(mixer, Paged) and mixer.index is not None:
             op = "index_pool" if isinstance(mixer.index, PooledIndex) else "index_scores"
             found.append((op, (mixer.index.num_heads, mixer.index.dim, mixer.index.ratio)))
+        if isinstance(mixer, CompressedAttention) and (own := mixer.entry_index) is not None:
+            found.append(("index_scores", (own.num_heads, own.dim, mixer.ratio)))
         if isinstance(mixer, GatedDelta):
             sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim
             found.append(("delta_rule", (*sizes, int(mixer.tiled), int(mixer.channel_decay))))

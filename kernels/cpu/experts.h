@@ -11,7 +11,7 @@
 #define AT_ONCE_MOST 64  /* products per pool call */
 #define EXPERTS_MAX 4096 /* localllm/checkpoint/fields.py */
 
-enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID, ROUTE_SIGMOID_TOPK };
+enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID, ROUTE_SIGMOID_TOPK, ROUTE_SQRT_SOFTPLUS };
 
 typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
@@ -138,6 +138,8 @@ static void route_row(const ll_experts_layer *l, float *scores, float *wanted, i
     if (l->router_kind == ROUTE_SOFTMAX) softmax_row(scores, n);
     else if (l->router_kind == ROUTE_SIGMOID)
         for (int64_t e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + exp_of(-scores[e]));
+    else if (l->router_kind == ROUTE_SQRT_SOFTPLUS)
+        for (int64_t e = 0; e < n; e++) scores[e] = sqrtf(softplus_of(scores[e]));
     for (int64_t e = 0; e < n; e++) wanted[e] = scores[e] + (l->choice_bias ? l->choice_bias[e] : 0.0f);
     if (l->groups > 1) keep_groups(l, wanted);
     for (int64_t i = 0; i < k; i++) {

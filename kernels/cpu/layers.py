@@ -57,7 +57,7 @@ _GATED = ("silu", "gelu_tanh", "swiglu_oai", "silu_clamped")  # as activate.h nu
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 MOST_STREAMS = 16  # MIXED_MOST of C
-_ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk")
+_ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk", "sqrt_softplus")
 
 
 @dataclass(slots=True)

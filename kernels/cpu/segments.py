@@ -245,8 +245,10 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     return x
 
 
-def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
+def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place."""
+    if ids is not None:
+        return composed(x, weights, ids=ids)
     layer = _layer_of(weights.router, weights, experts_layer)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)

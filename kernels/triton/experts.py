@@ -33,8 +33,10 @@ _GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
 _STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked"}
 
 
-def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
+def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place."""
+    if ids is not None:
+        return composed(x, weights, ids=ids)
     if weights.stacked is None or weights.host is not None or not _supports_tiles(x, *weights.stacked):
         return composed(x, weights)
     if any(one.additions is not None for each in (weights.gate_up, weights.down) for one in each):
@@ -228,6 +230,8 @@ def _route_kernel(
         scores = scores / tl.sum(scores, 0)
     elif KIND == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(tl.minimum(-logits, 88.0)))
+    elif KIND == "sqrt_softplus":
+        scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
     wanted = scores
     if BIAS:
         wanted += tl.load(bias_ptr + e, mask=ok, other=0.0)

@@ -23,6 +23,7 @@ from ..experts import tokens_of_tiles
 from ..kv_pages import KVPages
 from ..layer_weights import (
     AttentionWeights,
+    CompressedWeights,
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
@@ -257,6 +258,8 @@ def layer_kind(mixer: MixerWeights | None, mlp: Any, view: int) -> str:
         options += "c" * mixer.chunked + "l" * mixer.late_norms + "p" * mixer.parallel + "s" * mixer.softplus_gate
     elif isinstance(mixer, LatentWeights):
         options = f" latents {mixer.kept}{' gated' * mixer.gated}"
+    elif isinstance(mixer, CompressedWeights):
+        options = f" entries {mixer.ratio}"
     elif mixer is not None:
         options = f" {STATEFUL[type(mixer)]} {_options(mixer)}"
     options += "i" * (mlp is not None and mlp.input is not None)
@@ -372,6 +375,7 @@ class SegmentTrial:
             return None
         if isinstance(mixer, AttentionWeights | LatentWeights):
             return copied(self._filled_pages(mixer))
+        assert not isinstance(mixer, CompressedWeights), "no fused segment takes such a layer"
         return _between(self._filled_states(mixer))
 
     def _filled_states(self, mixer: DeltaWeights | ConvWeights | MambaWeights) -> StateSlots:
@@ -440,6 +444,8 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _decoder(self, run: Callable[..., Tensor]) -> str:
+        if any(isinstance(mixer, CompressedWeights) for mixer, *_ in self.layers):
+            return ""  # no fused segment takes such a layer
         allowed = self._tolerance * len(self.layers)  # rounding errors accumulate over layers
         for every in (True, False):  # return all rows, or only the last row of each sequence but the first
             outputs = []
@@ -489,7 +495,7 @@ class SegmentTrial:
         (mixer, ffn, view), (x, _, views, cu, lens, _) = layer, self._made
         x = x.clone()
         if name in FEEDS:
-            return x, ffn
+            return x, replace(ffn, table=None) if isinstance(ffn, ExpertsWeights) else ffn  # no fused one reads it
         if name in HYPER:
             weights: HyperWeights | MixedWeights = mixer.hyper  # type: ignore[union-attr,assignment]
             wide = torch.randn((x.shape[0], weights.wide), generator=seeded(27)).to(x)
@@ -532,7 +538,7 @@ def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str,
     feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
         return "attn_in", "attention", "attn_out", *feed
-    if mixer is None:
+    if mixer is None or isinstance(mixer, CompressedWeights):
         return feed
     return "latent_attention" if isinstance(mixer, LatentWeights) else STATEFUL[type(mixer)], *feed
 

@@ -5,6 +5,7 @@ GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias 
                         ffn_gate_up_exps: gate rows first; in old, unstacked files: ffn_gate.{e}.weight [N, K]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
                         altup_proj, altup_unembd_proj [streams - 1, N, K] -> altup_proj.{number}.weight
+                        ffn_gate_tid2eid.weight -> ffn_gate_tid2eid.ids: experts by token id, no matrix of weights
                         ffn_gate_inp_shexp [K] -> [1, K]: llama-quantize drops leading dimensions of 1
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
@@ -17,7 +18,9 @@ Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, exp
 GraniteMoe              block_sparse_moe.input_linear.weight (gate and up) and output_linear.weight (down); FP8 has a
                         weight_scale [E, N, 1] for each
 Step 3.5                moe.{gate,up,down}_proj.weight [E, N, K], FP8 with .weight_scale_inv [E, N/128, K/128]
-GLM-5.3 Flash           hc_attn_fn, index_kpool_compress_gate, ... -> hc_attn_fn.weight, ...; some GGUF files as well
+GLM-5.3, DeepSeek V4    hc_attn_fn, index_kpool_compress_gate, ... -> hc_attn_fn.weight, ...; some GGUF files as well
+DeepSeek V4             ffn.gate.bias, which only chooses experts -> ffn.gate.e_score_correction_bias
+                        FP8 and MXFP4 (codes as I8): wkv.scale -> wkv.weight_scale
 ERNIE 4.5               moe_statics.e_score_correction_bias [1, E] -> gate.e_score_correction_bias [E]
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows are interleaved, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -44,9 +47,14 @@ _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bi
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
 _GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # per head or stream
 _GGUF_ROW = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
+_GGUF_TABLE = re.compile(r"blk\.\d{1,6}\.ffn_gate_tid2eid\.weight")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _STEP = re.compile(r"(.+\.moe\.)(gate|up|down)_proj\.(weight|weight_scale_inv)")
-_BARE = re.compile(r".+\.(hc_(attn|ffn)_(fn|base|scale)|index_kpool_compress_(ape|gate)|indexer_compressor_(ape|gate))")
+_BARE = re.compile(
+    r"(.+\.)?(hc_(attn|ffn|head|head\.hc)_(fn|base|scale)|index_kpool_compress_(ape|gate)|indexer_compressor_(ape|gate))"
+)
+_DEEPSEEK_SCALE = re.compile(r"((?:.+\.)?layers\.\d{1,6}\.(?:attn|ffn)\..+)\.scale")
+_DEEPSEEK = re.compile(r"(.+\.)?layers\.\d{1,6}\.ffn\.gate\.bias")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),
@@ -86,6 +94,12 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
         yield replace(info, shape=(1, *info.shape))
     elif _BARE.fullmatch(name):
         yield replace(info, name=f"{name}.weight")
+    elif _GGUF_TABLE.fullmatch(name):
+        yield replace(info, name=name.replace(".weight", ".ids"))
+    elif (match := _DEEPSEEK_SCALE.fullmatch(name)) and _is_coded(tensors.get(f"{match[1]}.weight")):
+        yield replace(info, name=f"{match[1]}.weight_scale")
+    elif _DEEPSEEK.fullmatch(name):
+        yield replace(info, name=name.replace(".gate.bias", ".gate.e_score_correction_bias"))
     elif not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
         yield info
     elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:
@@ -130,6 +144,10 @@ def _split_projection(
     for some in [[kind] for kind in kinds] if len(info.shape) == 1 else [kinds]:  # one number is shared by all of them
         for expert, kind, part in _split(info, some, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
             yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_PROJECTION_SUFFIXES[match[3]][0]}")
+
+
+def _is_coded(weight: TensorInfo | None) -> bool:
+    return weight is not None and weight.dtype in ("F8_E4M3", "I8", "U8")
 
 
 def _check_blocks(scale: TensorInfo, weight: TensorInfo | None, *, axis: int) -> None:

@@ -396,7 +396,7 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV cache with the model's numbers."""
     from localllm.models.architectures.facts import kv_bytes_per_token, state_layers
-    from localllm.models.architectures.mixers import Paged
+    from localllm.models.architectures.mixers import Entries, Paged
 
     assert row.plan is not None
     facts, kv, state = row.subject.facts, row.plan.kv, row.subject.facts.state_bytes
@@ -409,7 +409,9 @@ def _model_lines(row: Row) -> list[str]:
             f" a token reads {len(table.sizes)} rows"
         )
     for group in facts.cache_layers:
-        layer, count = facts.keeping_layers[group[0]], sum(index < facts.num_layers for index in group)
+        layer = facts.keeping_layers[group[0]]
+        own = group if isinstance(layer.mixer, Entries) else [index for index in group if index < facts.num_layers]
+        count = len(own)
         if not count or not isinstance(layer.mixer, Paged):  # a prediction head, which may be unused
             continue
         heads, keys, values = layer.mixer.kept
@@ -421,6 +423,10 @@ def _model_lines(row: Row) -> list[str]:
         if index is not None:
             more = f", and {index.dim + index.dim // index.ratio} in 16 bits for the index"
         one = kv_bytes_per_token([layer], kv)
+        if isinstance(layer.mixer, Entries):
+            made = f"{count} layers × {layer.mixer.dim} values for {layer.mixer.ratio} tokens in 16 bits"
+            lines.append(f"compressed KV = {made}: {one:,} B per layer and token")
+            continue
         lines.append(f"KV = {kept} values in {kv}{more}: {one:,} B per layer and token")
     if state:
         stateful = len({layer for layers, _ in state_layers(facts) for layer in layers})

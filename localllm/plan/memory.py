@@ -13,6 +13,7 @@ from functools import cached_property
 from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.models.architectures.facts import (
+    KV_BYTES,
     ModelFacts,
     count_linear_params,
     expert_counts,
@@ -21,6 +22,7 @@ from localllm.models.architectures.facts import (
     linear_shapes,
 )
 from localllm.models.architectures.layers import Experts, LayerFacts
+from localllm.models.architectures.mixers import CompressedAttention, Entries
 from localllm.plan.placement import Placement, room_of
 from localllm.request import CAPTURED_BLOCKS, CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
@@ -60,6 +62,7 @@ GUESS_BUCKETS = (2, 3, 4, 8, 16)
 CHECKPOINTS = 2  # state checkpoints worth keeping per sequence: after its prompt and after its answer
 LARGEST_HEAD = 512  # largest head size (key or latent) of the C attention kernel; largest key head size on a GPU
 LARGEST_PLAIN_HEAD = 256  # the latter on GPUs before sm_80
+GATHERED_BYTES = 32 * MIB  # most keys of compressed attention gathered at once (`kernels.compressed`)
 SCORE_BYTES = 32 * MIB  # most scores of sparse attention held at once, with the choice (`kernels.token_index`)
 ROPE_BLOCK = 1024  # positions by which a RoPE table grows
 
@@ -102,7 +105,12 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
 
 
 def index_bytes(facts: ModelFacts, rows: int, ctx: int) -> int:
-    """Peak bytes of choosing what the last `rows` of `ctx` tokens see in sparse attention; 0 without it."""
+    """Peak bytes of choosing what the last `rows` of `ctx` tokens see in sparse attention, and of gathering entries of
+    compressed attention; 0 without either.
+    """
+    if any(isinstance(mixer, CompressedAttention) for mixer in facts.attention):
+        pages = (layer.mixer.beside for layer in facts.entries.values() if isinstance(layer.mixer, Entries))
+        return 3 * GATHERED_BYTES + 8 * ctx * max((width // ratio for _, width, ratio in pages), default=0)
     mixers = [mixer for mixer in facts.attention if mixer.index is not None and ctx > mixer.index.reach]
     works = (mixer.index.work(rows, ctx, mixer.num_kv_heads) for mixer in mixers if mixer.index is not None)
     return max((SCORE_BYTES + work for work in works), default=0)
@@ -287,6 +295,10 @@ class Memory:
                 keys = kv_bytes_per_token((LayerFacts(mixer, None),), self.kv) - own
                 read = mixer.index.reach * own + ctx * keys // (mixer.index.ratio + 1)
                 unseen += ctx * (own + keys) - read
+            if isinstance(mixer, CompressedAttention) and mixer.entry_index is not None:
+                unseen += (
+                    max(0, ctx // mixer.ratio - mixer.entry_index.top) * mixer.head_dim * max(2, KV_BYTES[self.kv])
+                )
         return unseen
 
     def draft_ctx(self, ctx: int) -> int:
@@ -383,6 +395,8 @@ class Memory:
     def graph_buckets(self) -> tuple[int, ...]:
         """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if a step needs the host."""
         if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
+            return ()
+        if any(isinstance(mixer, CompressedAttention) for mixer in self.facts.attention):
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)

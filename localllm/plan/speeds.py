@@ -23,7 +23,7 @@ from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import table_row
 from localllm.models.architectures.facts import ModelFacts, expert_counts, expert_share
 from localllm.models.architectures.layers import Experts
-from localllm.models.architectures.mixers import LatentAttention
+from localllm.models.architectures.mixers import CompressedAttention, LatentAttention
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
 
@@ -66,6 +66,7 @@ def launches_of(facts: ModelFacts, ctx: int, fused: bool = False) -> int:
     latents = [mixer for mixer in facts.attention if isinstance(mixer, LatentAttention)]
     mixed = LATENT_LAUNCHES * len(latents) if fused else sum(mixer.launches(ctx) for mixer in latents)
     mixed += sum(mixer.index.launches for mixer in facts.attention if mixer.index is not None)
+    mixed += sum(mixer.launches for mixer in facts.attention if isinstance(mixer, CompressedAttention))
     if facts.hyper is not None:
         mixed += 2 * facts.num_layers * facts.hyper.launches
     return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))

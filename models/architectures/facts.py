@@ -28,7 +28,7 @@ from .layers import (
     NGramTable,
     Streams,
 )
-from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
+from .mixers import EXPANDED, GROUPED_OUT, Attention, CompressedAttention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -131,13 +131,30 @@ class ModelFacts:
     @cached_property
     def composed(self) -> bool:
         """Whether no kernel runs whole steps: none adds n-gram embeddings or chooses what sparse attention sees."""
-        return self.ngrams is not None or any(mixer.index is not None for mixer in self.attention)
+        chooses = (isinstance(one, CompressedAttention) or one.index is not None for one in self.attention)
+        return self.ngrams is not None or any(chooses)
+
+    @cached_property
+    def entries(self) -> dict[int, LayerFacts]:
+        """Layers with compressed entries -> what stands for the pages of these."""
+        kinds = {
+            id(layer): LayerFacts(pages, None)
+            for layer, _ in self.kinds
+            if isinstance(layer.mixer, CompressedAttention) and (pages := layer.mixer.entries) is not None
+        }
+        return {index: kinds[id(layer)] for index, layer in enumerate(self.layers) if id(layer) in kinds}
 
     @cached_property
     def keeping_layers(self) -> tuple[LayerFacts, ...]:
-        """All layers that may have a cache: the model's, then that of the MTP head, then a drafter's."""
+        """All that may have a cache: the model's layers, the MTP head's, compressed entries, a drafter's layers."""
         head = () if self.predictor is None else (self.predictor,)
-        return (*self.layers, *head, *self.drafting) if head or self.drafting else self.layers
+        others = (*head, *self.entries.values(), *self.drafting)
+        return (*self.layers, *others) if others else self.layers
+
+    @property
+    def first_entries(self) -> int:
+        """Where compressed entries begin in `keeping_layers`."""
+        return len(self.layers) + (self.predictor is not None)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -194,8 +211,7 @@ class ModelFacts:
         for number, layer in enumerate(self.keeping_layers):
             mixer = layer.mixer
             if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
-                own = None if mixer.index is None else mixer.index.kept
-                found.setdefault((mixer.window, *mixer.kept, own), []).append(number)
+                found.setdefault((mixer.window, *mixer.kept, mixer.beside), []).append(number)
         groups = sorted(found.items(), key=lambda group: (group[0][0] is not None, -(group[0][0] or 0)))
         return tuple(tuple(layers) for _, layers in groups)
 
@@ -270,11 +286,13 @@ def idle_experts(facts: ModelFacts) -> dict[str, int]:
 
 
 def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
-    """(N, K) of the modules that are split by head while loading; quantized ones are decoded for that."""
+    """(N, K) of the modules that are split by head or group while loading; quantized ones are decoded for that."""
     found = {}
     for index, layer in enumerate(facts.layers):
-        if isinstance(layer.mixer, LatentAttention) and not layer.mixer.by_head:
-            found[f"model.layers.{index}.{EXPANDED}"] = linear_shapes(layer, facts.hidden_size)[EXPANDED]
+        latent = isinstance(layer.mixer, LatentAttention) and not layer.mixer.by_head
+        if latent or isinstance(layer.mixer, CompressedAttention):
+            module = EXPANDED if latent else GROUPED_OUT
+            found[f"model.layers.{index}.{module}"] = linear_shapes(layer, facts.hidden_size)[module]
     return found
 
 
@@ -323,9 +341,9 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     for mixer in (one for one in mixers if isinstance(one, Paged) and one.shares_kv_with is None):
         heads, keys, values = mixer.kept
         total += heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale)
-        if mixer.index is not None:  # index keys are never stored in 8 bits
-            token, block, ratio = mixer.index.kept
-            total += wide * (token + block // ratio)
+        if mixer.beside is not None:  # index keys and entries are never stored in 8 bits
+            token, block, ratio = mixer.beside
+            total += wide * (token - -block // ratio)
     return total
 
 
@@ -334,7 +352,8 @@ def kept_bytes(facts: ModelFacts, dtype: str) -> tuple[int, int]:
     fixed = facts.state_bytes
     windowed = [(layer, window) for layer, window in zip(facts.layers, facts.windows, strict=True) if window]
     fixed += sum(kv_bytes_per_token([layer], dtype) * window for layer, window in windowed)
-    return kv_bytes_per_token(facts.layers, dtype) - kv_bytes_per_token((layer for layer, _ in windowed), dtype), fixed
+    whole = kv_bytes_per_token((*facts.layers, *facts.entries.values()), dtype)
+    return whole - kv_bytes_per_token((layer for layer, _ in windowed), dtype), fixed
 
 
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
@@ -346,8 +365,24 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
         else None
         for index, layer in enumerate(facts.layers)
     ]
-    views = tuple(dict.fromkeys(sorted(pair for pair in pairs if pair is not None)))
+    of_entries = [
+        (group_of[number], facts.ropes.index(layer.mixer.rope))
+        for number, layer in enumerate(facts.entries.values(), facts.first_entries)
+        if isinstance(layer.mixer, Paged)
+    ]
+    views = tuple(dict.fromkeys(sorted((*filter(None, pairs), *of_entries))))
     return views, tuple(-1 if pair is None else views.index(pair) for pair in pairs)
+
+
+def entry_views(facts: ModelFacts) -> dict[int, int]:
+    """Layers with compressed entries -> the view of these."""
+    group_of = {layer: index for index, group in enumerate(facts.cache_layers) for layer in group}
+    views, of_layers = layer_views(facts)
+    ropes = {layer: views[of_layers[layer]][1] for layer in facts.entries}
+    return {
+        layer: views.index((group_of[number], ropes[layer]))
+        for number, layer in enumerate(facts.entries, facts.first_entries)
+    }
 
 
 def drafter_views(own: ModelFacts, target: ModelFacts) -> tuple[tuple[tuple[int, RopeFacts], ...], tuple[int, ...]]:

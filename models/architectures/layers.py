@@ -67,6 +67,7 @@ STAY_STORED |= dict.fromkeys(_STREAMS + _INJECT + _MIXED, "it is small, and all 
 STAY_STORED |= dict.fromkeys(TOKEN_ROUTERS, "it chooses what a query sees")
 
 
+EXPERT_TABLE = "mlp.gate.tid2eid"  # stored tensor: the experts of each token id
 # norms before the experts, after the shared expert and after the experts, if `apart` is set
 APART_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
@@ -81,7 +82,7 @@ class Experts:
     # silu | silu_clamped | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
     act: str = "silu"
     # routing weights: softmax (over all) | softmax_topk (over the chosen) | sigmoid (per expert)
-    # | sigmoid_topk (of the experts chosen by logit)
+    # | sigmoid_topk (of the experts chosen by logit) | sqrt_softplus (per expert: the root of softplus(logit))
     router: str = "softmax"
     renormalise: bool = True  # divide the weights of the chosen experts by their sum; softmax_topk already does
     scale: float = 1.0  # factor on the weights after that
@@ -103,6 +104,7 @@ class Experts:
     gated: bool = True
     shared_fused: bool = False  # gate and up of the shared expert are stored as one module
     latent: int = 0  # size of the latent space in which experts work; 0: they work on the hidden state
+    hashed: int = 0  # rows of a stored table with the experts of each token id, which the router only weights; 0: none
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -159,7 +161,9 @@ class Experts:
     @property
     def launches(self) -> int:
         """Kernel launches per token if PyTorch runs the experts one by one, with the choice read back to the host."""
-        routed = 18 + 6 * (self.groups > 1) + 4 * self.router.startswith("sigmoid")
+        routed = (
+            18 + 6 * (self.groups > 1) + 4 * self.router.startswith("sigmoid") + 4 * (self.router == "sqrt_softplus")
+        )
         own = 7 + {"swiglu_oai": 8 + 2 * (self.limit is not None), "relu2": 2}.get(self.act, 0)
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
 
@@ -283,7 +287,7 @@ class HyperConnections:
         return self.count * hidden * (2 * width + 12)
 
 
-MIXER = "model.hyper_connection_mixer"
+MIXER, HYPER_HEAD = "model.hyper_connection_mixer", "model.hc_head"
 
 
 @dataclass(frozen=True)
@@ -291,12 +295,13 @@ class MixedConnections:
     """Manifold-constrained hyper-connections (mHC): a block reads a weighted sum of a token's residual streams. After
     it, these are mixed by a matrix whose rows and columns sum to 1, and its output is added with a weight for each.
 
-    The model's output is the mean of the streams.
+    The model's output is the mean of the streams, or another weighted sum.
     """
 
     count: int
     rounds: int  # of normalizing the rows and columns of a matrix
     eps: float
+    weighted: bool = False  # the model's output is a weighted sum of the streams, as a block's input is
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(_MIXED, ((2 + self.count) * self.count, self.count * hidden))
@@ -306,10 +311,13 @@ class MixedConnections:
         return {f"hc_{block}_{name}.weight": size for block in ("attn", "ffn") for name, size in sizes.items()}
 
     def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """As in `HyperConnections`: none."""
-        return {}
+        """As in `HyperConnections`."""
+        return {f"{HYPER_HEAD}_fn": (self.count, self.count * hidden)} if self.weighted else {}
 
-    outer_vectors = outer
+    def outer_vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """As in `HyperConnections`."""
+        sizes = {"base": (self.count,), "scale": (1,)}
+        return {f"{HYPER_HEAD}_{name}.weight": size for name, size in sizes.items()} if self.weighted else {}
 
     @property
     def launches(self) -> int:

@@ -83,7 +83,8 @@ class TokenIndex:
 
 
 _POOL_GATE, _SHARES = "self_attn.indexer.index_kpool_compress_gate", "self_attn.indexer.weights_proj"
-TOKEN_ROUTERS = (_POOL_GATE, _SHARES)  # small linear modules that choose what a query sees
+_ENTRY_SHARES = "self_attn.compressor.indexer.weights_proj"
+TOKEN_ROUTERS = (_POOL_GATE, _SHARES, _ENTRY_SHARES)  # small linear modules that choose what a query sees
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ class Attention:
     def kept(self) -> tuple[int, int, int]:
         """What a token stores in the pages: (KV heads, elements of a key, elements of a value)."""
         return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
+    def beside(self) -> tuple[int, int, int] | None:
+        """What the pages also store: (elements of a token, elements of a block, tokens of a block)."""
+        return None if self.index is None else self.index.kept
 
     @property
     def values(self) -> int:
@@ -250,6 +256,11 @@ class LatentAttention:
         return 1, self.rank, self.rope.dim
 
     @property
+    def beside(self) -> tuple[int, int, int] | None:
+        """As in `Attention`."""
+        return None if self.index is None else self.index.kept
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The input modules: query (or its latent), the KV latent, then the gates."""
         first = "self_attn.q_a_proj" if self.query_rank else "self_attn.q_proj"
@@ -294,6 +305,149 @@ class LatentAttention:
 
 
 EXPANDED = "self_attn.kv_b_proj"  # projects latents to keys and values; split by head while loading
+
+
+_COMPRESSOR, _INDEXER = "self_attn.compressor", "self_attn.compressor.indexer"
+ENTRY_TOKENS = 16  # most tokens that share a place for an entry in the pages: page sizes are multiples of this
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The pages of a layer's compressed entries, each of which stands for `ratio` tokens. They have a block table of
+    their own, as they are kept for the whole sequence, and the layer's last tokens are not.
+    """
+
+    dim: int  # of an entry, and of its index key if it has one
+    ratio: int
+    rope: RopeFacts
+    num_heads: ClassVar[int] = 1
+    num_kv_heads: ClassVar[int] = 1
+    head_dim: ClassVar[int] = 0
+    scale: ClassVar[float] = 1.0
+    kept: ClassVar[tuple[int, int, int]] = (1, 0, 0)
+    window: ClassVar[None] = None
+    softcap: ClassVar[None] = None
+    shares_kv_with: ClassVar[None] = None
+    index: ClassVar[None] = None
+    causal: ClassVar[bool] = True
+
+    @property
+    def beside(self) -> tuple[int, int, int]:
+        """As in `Attention`: an entry's place is that of its last token, and of those before it."""
+        return 0, self.dim, min(self.ratio, ENTRY_TOKENS)
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def work(self, hidden: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class EntryIndex:
+    """The index of compressed sparse attention: a query sees the `top` entries with the highest scores."""
+
+    num_heads: int
+    dim: int
+    top: int
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """Attention of DeepSeek V4: a query sees the last `window` tokens, whose keys are their values, and compressed
+    entries of all tokens before it. All heads share them.
+
+    An entry is a mean of its tokens' values, weighted per channel. With `overlaps` its tokens are the `ratio` tokens
+    before its own as well, with other values. Without an index a query sees all entries.
+    """
+
+    num_heads: int
+    head_dim: int
+    window: int
+    rope: RopeFacts  # of the last elements of a head; what a query has seen is rotated back
+    scale: float
+    query_rank: int
+    groups: int  # of heads, each with a product that reduces its outputs
+    out_rank: int  # elements of a group's result
+    ratio: int = 0  # tokens of an entry; 0: there are none
+    overlaps: bool = False
+    entry_index: EntryIndex | None = None
+    # options that only `Attention` has
+    softcap: ClassVar[None] = None
+    shares_kv_with: ClassVar[None] = None
+    temperature_offset: ClassVar[int] = 0
+    index: ClassVar[None] = None
+    num_kv_heads: ClassVar[int] = 1
+    causal: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """As in `Attention`; keys are values."""
+        return 1, self.head_dim, 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of an entry, then of its index key."""
+        return (self.head_dim,) if self.entry_index is None else (self.head_dim, self.entry_index.dim)
+
+    @property
+    def beside(self) -> tuple[int, int, int] | None:
+        """As in `Attention`: the values of a token for entries, and the logits of their weights."""
+        if not self.ratio:
+            return None
+        return 2 * (1 + self.overlaps) * sum(self.widths), 0, ENTRY_TOKENS
+
+    @property
+    def entries(self) -> Entries | None:
+        """The pages of the layer's entries."""
+        return Entries(sum(self.widths), self.ratio, self.rope) if self.ratio else None
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Where the modules are that make entries, then those of index keys."""
+        return (_COMPRESSOR, _INDEXER)[: len(self.widths)] if self.ratio else ()
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        inner = self.num_heads * self.head_dim
+        shapes = {
+            "self_attn.q_a_proj": (self.query_rank, hidden),
+            "self_attn.kv_proj": (self.head_dim, hidden),
+            "self_attn.q_b_proj": (inner, self.query_rank),
+            GROUPED_OUT: (self.groups * self.out_rank, inner // self.groups),
+            "self_attn.o_b_proj": (hidden, self.groups * self.out_rank),
+        }
+        for start, width in zip(self.pools, self.widths, strict=False):
+            shapes |= {f"{start}.{kind}_proj": ((1 + self.overlaps) * width, hidden) for kind in ("kv", "gate")}
+        index = self.entry_index
+        if index is not None:
+            shapes[f"{_INDEXER}.q_b_proj"] = (index.num_heads * index.dim, self.query_rank)
+            shapes[_ENTRY_SHARES] = (index.num_heads, hidden)
+        return shapes
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {"self_attn.sinks": (self.num_heads,)}
+        sizes |= {"self_attn.q_a_norm.weight": (self.query_rank,), "self_attn.kv_norm.weight": (self.head_dim,)}
+        for start, width in zip(self.pools, self.widths, strict=False):
+            sizes[f"{start}.position_bias"] = (self.ratio, (1 + self.overlaps) * width)
+            sizes[f"{start}.kv_norm.weight"] = (width,)
+        return sizes
+
+    def work(self, hidden: int) -> int:
+        """As in `Attention`: queries before and after RoPE, float32 sums, and what is stored of a token."""
+        made = self.query_rank + self.head_dim + (0 if self.beside is None else 2 * self.beside[0])
+        of_index = 0 if self.entry_index is None else 3 * self.entry_index.num_heads * self.entry_index.dim
+        return 10 * self.num_heads * self.head_dim + made + of_index + self.groups * self.out_rank
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches per token, all of them PyTorch's, and those of products."""
+        return 60 + self.groups + 50 * bool(self.ratio) + 40 * (self.entry_index is not None)
+
+
+GROUPED_OUT = "self_attn.o_a_proj"  # one product per group of heads; split while loading
 
 
 @dataclass(frozen=True)
@@ -520,4 +674,5 @@ class Mamba2:
 
 # mixers with a state of constant size, independent of the number of tokens: `state_bytes`
 Stateful = GatedDelta | ShortConv | Mamba2
-Paged = Attention | LatentAttention  # mixers that cache something for every token
+# mixers that cache something for every token
+Paged = Attention | LatentAttention | CompressedAttention | Entries

@@ -18,7 +18,7 @@ from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import CLUSTERS, D2T, Entry, LayerFacts
+from .layers import CLUSTERS, D2T, EXPERT_TABLE, Entry, Experts, LayerFacts
 from .mmproj import AUTO, tower_of
 from .names import TOWER, NameMap
 from .vision import ImageFacts
@@ -81,6 +81,8 @@ class OpenModel(Checkpoint):
             for name, shape in taken_apart.items()
             if self.formats[name].label not in DENSE.values()
         )
+        half = (stored.shape for stored in self.formats.values() if "rows" in stored.params)
+        decoded += sum(3 * math.prod(shape) for shape in half)  # FP8 in half blocks becomes float32
         facts = self._with_predictor(facts, held)
         idle = sum(count * held[self.names.source(module)] for module, count in idle_experts(facts).items())
         return replace(
@@ -217,10 +219,13 @@ class OpenModel(Checkpoint):
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
 
     def _token_ids(self, name: str, count: int) -> None:
+        self._integers(name, (count,), f"{count:,} token ids")
+
+    def _integers(self, name: str, shape: tuple[int, ...], expected: str) -> None:
         info = self.tensors.get(name)
-        if info is None or info.dtype not in ("I32", "I64") or info.shape != (count,):
+        if info is None or info.dtype not in ("I32", "I64") or info.shape != shape:
             what = "is missing" if info is None else f"holds {info.dtype} {list(info.shape)}"
-            raise bad(self.path, f"{what}; {count:,} token ids are expected", key=name)
+            raise bad(self.path, f"{what}; {expected} are expected", key=name)
 
     def _check_tower(self, vision: ImageFacts, hidden: int) -> None:
         for module, shape in vision.linears().items():
@@ -234,6 +239,11 @@ class OpenModel(Checkpoint):
             self._linear(start + module, shape)
         for name, sizes in vector_shapes(layer, hidden).items():
             self._vector(start + name, sizes)
+        if isinstance(layer.ffn, Experts) and layer.ffn.hashed:
+            shape = layer.ffn.hashed, layer.ffn.top_k
+            self._integers(
+                self.names.tensor(start + EXPERT_TABLE), shape, f"{shape[1]} experts for {shape[0]:,} tokens"
+            )
 
     def _entry(self, entry: Entry, hidden: int, *, bias: bool) -> None:
         for name, rows in (("position", entry.positions), ("token_type", entry.token_types)):

@@ -16,6 +16,7 @@ from .architecture import Architecture
 from .cohere import Cohere, Cohere2, Cohere2Moe
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4, Youtu
+from .deepseek_v4 import DeepseekV4
 from .dflash import Dflash
 from .eagle3 import Eagle3Drafter
 from .embedding_gemma2 import EmbeddingGemma2
@@ -91,6 +92,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Glm5Next(),
     DeepseekV2(),  # the GGUF files of the next three have the same architecture name
     DeepseekV3(),
+    DeepseekV4(),
     Glm4MoeLite(),
     Youtu(),
     KimiLinear(),

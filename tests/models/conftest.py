@@ -70,6 +70,7 @@ RENAMED = (
     "step3p7",
     "flint",
     "glm5_next",
+    "deepseek_v4",
 )
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
@@ -81,6 +82,7 @@ LATENT = {
     "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
     "moe_intermediate_size": 26, "n_shared_experts": 1,
 }  # fmt: skip
+DEEPSEEK_KINDS = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse", "heavily_compressed")
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -462,6 +464,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "linear", "linear", "indexed")]}
         | {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}},
     ),
+    "deepseek-v4": (
+        "deepseek_v4",
+        {"hidden_size": 45, "moe_intermediate_size": 26, "heads": (6, 1, 26), "q_lora_rank": 22, "o_groups": 3}
+        | {"o_lora_rank": 14, "n_routed_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 5, "index_topk": 6}
+        | {
+            "index_n_heads": 13,
+            "index_head_dim": 20,
+            "sliding_window": 37,
+            "swiglu_limit": 0.05,
+            "hc_sinkhorn_iters": 4,
+        }
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
+        | {"layer_types": [f"{kind}_attention" for kind in DEEPSEEK_KINDS], "partial_rotary_factor": 0.4}
+        | {"mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"], "compress_rope_theta": 500.0}
+        | {"rope_parameters": {key: YARN[key] for key in YARN if key != "rope_theta"}, "rope_theta": 100.0},
+    ),
     "mimo": (
         "mimo_v2_flash",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 1, 24), "v_head_dim": 14, "n_routed_experts": 7}
@@ -768,6 +786,9 @@ def tiny_of() -> Callable[..., Tiny]:
             for key, buffer in model.named_buffers():
                 if key.endswith(("correction_bias", "expert_bias")):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
+                elif key.endswith("tid2eid"):
+                    draws = torch.rand(len(buffer), config.n_routed_experts)
+                    buffer.copy_(draws.argsort(1)[:, : buffer.shape[1]])
             for key, buffer in model.named_buffers():
                 if key.endswith("layer_scalar"):
                     buffer.fill_(0.5 + float(torch.rand(())))

@@ -17,6 +17,7 @@ from torch import Tensor
 from localllm.checkpoint import Checkpoint
 from localllm.kernels.rope import inverse_frequencies, scale_llama3
 from localllm.models.architectures import open_model, registry
+from localllm.models.architectures.deepseek_v4 import PUBLISHED
 from localllm.models.loader import LoadOptions, load_model
 
 # where GGUF has another word for a model_type
@@ -39,7 +40,8 @@ ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "gran
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
-ARCHITECTURE |= {"glm5_next_text": "glm5-next", "mimo_v2_flash": "mimo2"}
+ARCHITECTURE |= {"glm5_next_text": "glm5-next", "mimo_v2_flash": "mimo2", "deepseek_v4": "deepseek4"}
+HC = ("fn", "base", "scale")
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -120,6 +122,8 @@ def write_gguf(
         config, tensors = _kimi(writer, config, tensors)
     if arch == "glm5-next":
         config, tensors = _glm5(writer, config, tensors)
+    if arch == "deepseek4":
+        config, tensors = _deepseek4(writer, config, tensors)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))
@@ -520,6 +524,48 @@ def _kimi(
     return config | usual | {"kept": [int(kind == "full_attention") for kind in kinds]}, found
 
 
+def _deepseek4(
+    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys of DeepSeek V4; its configuration and tensors under the usual names."""
+    key, ropes, rates = "deepseek4.", config["rope_parameters"], config["compress_rates"]
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_uint32(f"{key}attention.output_group_count", config["o_groups"])
+    writer.add_uint32(f"{key}attention.output_lora_rank", config["o_lora_rank"])
+    writer.add_array(f"{key}attention.compress_ratios", [rates.get(kind, 0) for kind in config["layer_types"]] + [0])
+    writer.add_float32(f"{key}attention.compress_rope_freq_base", ropes["compress"]["rope_theta"])
+    for name, theirs in {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk"}.items():
+        writer.add_uint32(f"{key}attention.indexer.{name}", config[f"index_{theirs}"])
+    writer.add_uint32(f"{key}hyper_connection.count", config["hc_mult"])
+    writer.add_uint32(f"{key}hyper_connection.sinkhorn_iterations", config["hc_sinkhorn_iters"])
+    writer.add_float32(f"{key}hyper_connection.epsilon", config["hc_eps"])
+    writer.add_uint32(f"{key}hash_layer_count", config["mlp_layer_types"].count("hash_moe"))
+    writer.add_array(f"{key}swiglu_clamp_exp", [config["swiglu_limit"]] * config["num_hidden_layers"])
+    writer.add_uint32(f"{key}expert_gating_func", 4)
+    writer.add_nextn_predict_layers(1)  # whose tensors are not in the file
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(True)
+    usual = {theirs: ours for ours, theirs in PUBLISHED.items()} | {"attn.norm": "self_attn.kv_norm"}
+    usual |= {"ffn.gate.bias": "mlp.gate.e_score_correction_bias"}
+    outer = {"head.weight": "lm_head.weight"} | {f"model.hc_head.hc_{one}": f"model.hc_head_{one}.weight" for one in HC}
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(.+?)(\.weight)?", name)
+        if match is None:
+            found[outer.get(name, name)] = tensor
+            continue
+        inner, number = re.subn(r"\.experts\.(\d+)\.", ".experts.{}.", match[2])
+        inner = usual.get(inner, inner).format(*re.findall(r"\.experts\.(\d+)\.", match[2]))
+        whole = match[3] or ".weight" * inner.startswith("hc_")
+        if inner.endswith("tid2eid"):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_gate_tid2eid.weight", tensor.int().numpy())
+        else:
+            found[f"{match[1]}.{inner}{whole}"] = tensor
+    rope = ropes["compress"] | {"rope_theta": ropes["main"]["rope_theta"]}
+    return config | {"rope_parameters": rope, "layer_types": []}, found
+
+
 def _glm5(
     writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -851,6 +897,7 @@ NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-s
 NAMES += ["qwen4-exp", "mellum", "laguna", "arcee", "apertus", "qwen2-moe", "olmoe", "kimi-linear", "ling3", "youtu"]
 NAMES += [
     "glm5-next",
+    "deepseek-v4",
     "ling2",
     "hy3",
     "cohere2-moe",

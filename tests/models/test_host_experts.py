@@ -26,7 +26,7 @@ from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
 OTHERS = ("qwen3-moe-mixed", "glm4-moe", "glm4-moe-groups", "mixtral", "granitemoe", "qwen3.5-moe", "llama4")
-OTHERS += ("qwen4-exp", "glm5-next")
+OTHERS += ("qwen4-exp", "glm5-next", "deepseek-v4")
 MOVED = ("qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe-groups", "nemotron-h", "llama4-published", "qwen4-exp")
 IDS = list(range(3, 40))
 COMPOSED = frozenset({"experts:c", "decoder:c", "step:c"})

@@ -18,7 +18,7 @@ from localllm.models.loader import LoadOptions, load_model
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 MIXTURES += ("ernie-moe", "hunyuan-moe", "llama4", "llama4-published", "minimax-m2", "granitemoe-swa")
 MIXTURES += ("afmoe", "mellum", "laguna", "hy3", "cohere2-moe-shared", "kolibri", "step", "flint", "glm5-next")
-MIXTURES += ("mimo",)
+MIXTURES += ("mimo", "deepseek-v4")
 MORE_MIXTURES = ("qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open", "granitemoe-shared")
 MORE_MIXTURES += ("laguna-elements", "cohere2-moe", "cohere2-moe-sum", "kolibri-normed", "exaone-moe", "dots1")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "youtu")
@@ -97,7 +97,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     "name",
     [
         *("llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"),
-        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid", "glm5-next"),
+        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid", "glm5-next", "deepseek-v4"),
     ],
 )
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
