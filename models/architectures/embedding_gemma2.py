@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HIDDEN
+from localllm.checkpoint.fields import MAX_HIDDEN, MAX_LAYERS
 from localllm.checkpoint.text_modules import Projection
 
 from .architecture import Architecture
@@ -13,6 +15,7 @@ from .facts import ModelFacts
 from .gemma4 import FULL_EVERY, FULL_THETA, LOCAL_THETA, Stack, full_attention, global_heads
 from .hf import HfConfig
 from .layers import InputTable
+from .mixers import RopeFacts
 from .names import NameMap, hf_names
 
 # What configurations may leave out.
@@ -45,13 +48,19 @@ class EmbeddingGemma2(Architecture):
     hf_wrappers = {"embedding_gemma2": "embedding_gemma2_text"}
     hf_classes = ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")
 
+    def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """Without a factor for all layers: only the scaling "proportional" has one, of its own."""
+        return {key: value for key, value in super().hf_values(text).items() if key != "partial_rotary_factor"}
+
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
-        full_rope, rope, context = config.ropes(FULL_THETA, LOCAL_THETA)
         dim, kv_heads = global_heads(config, keys.integer("num_global_key_value_heads", 1, config.num_heads))
-        full_rope = replace(full_rope, dim=full_rope.dim * dim // config.head_dim)
+        full_rope, rope, context = config.ropes(FULL_THETA, LOCAL_THETA, dim)
+        # without scaling, transformers rotates whole heads, whatever the file says
+        full_rope, rope = _whole(full_rope, dim), _whole(rope, config.head_dim)
         attention = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True, causal=False)
-        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
+        every = keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
+        windows = config.windows(lambda layer: (layer + 1) % every != 0)
         dense = config.dense(config.activation("hidden_activation"))
         size = keys.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN)
         stack = Stack(
@@ -76,3 +85,7 @@ class EmbeddingGemma2(Architecture):
         start = found.top["model.norm"].removesuffix("norm")
         inputs = {f"model.{name}": f"{start}ple.{name}" for name in INPUTS}
         return replace(found, top={**found.top, **inputs, "model.embedding_projection": f"{start}embedding_projection"})
+
+
+def _whole(rope: RopeFacts, dim: int) -> RopeFacts:
+    return replace(rope, dim=dim) if rope.scaling == "none" else rope

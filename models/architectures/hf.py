@@ -102,9 +102,12 @@ class HfConfig(Config):
         stated = object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
         return theta | (stated or object_of(self.keys, "rope_parameters"))
 
-    def ropes(self, full_theta: float, local_theta: float | None = None) -> tuple[RopeFacts, RopeFacts, int]:
+    def ropes(
+        self, full_theta: float, local_theta: float | None = None, full_dim: int | None = None
+    ) -> tuple[RopeFacts, RopeFacts, int]:
         """The rotations of full-attention and of windowed layers, and the context length. `full_theta` and
-        `local_theta` are defaults; without `local_theta`, both share one theta.
+        `local_theta` are defaults; without `local_theta`, both share one theta. `full_dim` is the head size of
+        full-attention layers, if they have their own.
 
         Scaling that is stated once applies to the full-attention layers. Values in the file, in either layout, take
         precedence over the defaults of the type.
@@ -123,21 +126,23 @@ class HfConfig(Config):
         theta = keys.number("rope_theta", 1.0, 1e15, full_theta)
         full = {"rope_theta": theta} | below | object_of(given, "rope_scaling") | flat | above
         local = {"rope_theta": keys.number("rope_local_base_freq", 1.0, 1e15, local_theta or full["rope_theta"])}
-        rope, context = self.rope_from(full)
+        rope, context = self.rope_from(full, full_dim)
         return rope, self.rope_from(local | nested["sliding_attention"])[0], context
 
-    def rope_from(self, values: Mapping[str, Any]) -> tuple[RopeFacts, int]:
+    def rope_from(self, values: Mapping[str, Any], head_dim: int | None = None) -> tuple[RopeFacts, int]:
         """A rotation from theta and scaling, and the context length it supports.
 
-        values   from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`
+        values     from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`
+        head_dim   of these layers, if not the usual one
         """
         given, context, fields = self.given, self.context, Fields(self.given.path, values)
+        head_dim = head_dim or self.head_dim
         # it may be outside the rope object
         partial = self.keys.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
         partial = fields.number("partial_rotary_factor", 1e-3, 1.0, partial)
-        dim = int(self.head_dim * partial)
+        dim = int(head_dim * partial)
         if not 2 <= dim <= MAX_HEAD_DIM:
-            raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {self.head_dim}")
+            raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {head_dim}")
         theta = fields.number("rope_theta", 1.0, 1e15)
         kind = fields.text("rope_type", fields.text("type", "default"))
         if kind in ("default", "none", "dynamic", "mrope"):
@@ -149,7 +154,7 @@ class HfConfig(Config):
         if kind in ("longrope", "su") or (kind == "yarn" and fields.raw("long_factor") is not None):
             return self._longrope(fields, RopeFacts(theta, dim, original_context=original)), context
         if kind == "proportional" and fields.number("factor", 1e-3, 1e6, 1.0) == 1.0:
-            return RopeFacts(theta, self.head_dim, kind, turning=int(partial * self.head_dim // 2)), context
+            return RopeFacts(theta, head_dim, kind, turning=int(partial * head_dim // 2)), context
         factor = fields.number("factor", 1e-3, 1e6)
         if kind == "linear":
             return RopeFacts(theta, dim, "linear", factor), context
