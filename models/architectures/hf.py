@@ -159,7 +159,7 @@ class HfConfig(Config):
         if kind == "linear":
             return RopeFacts(theta, dim, "linear", factor), context
         if kind not in ("llama3", "yarn"):
-            raise self.unsupported(f"rope scaling of type {shown(kind)}")
+            raise self.unsupported(f"{self.source} with rope scaling of type {shown(kind)}")
         if kind == "llama3":
             low = fields.number("low_freq_factor", 1e-6, 1e6)
             high = fields.number("high_freq_factor", 1e-6, 1e6)

@@ -384,7 +384,7 @@ def test_a_safetensors_file_alone_is_no_model(tmp_path: Path) -> None:
         ({"model_type": "mamba99", "architectures": ["Mamba99ForCausalLM"]}, "Mamba99ForCausalLM (model_type mamba99)"),
         ({"model_type": "dbrx", "architectures": ["DbrxForCausalLM"]}, "DbrxForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "no language model head"),
-        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope scaling of type spiral"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "LlamaForCausalLM with rope scaling of type spiral"),
     ],
 )
 def test_unknown_architectures_are_named_with_what_works(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
