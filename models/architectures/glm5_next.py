@@ -63,7 +63,7 @@ class Glm5Next(KimiLinear):
         linear, types = text.get("linear_attn_config"), text.get("layer_types")
         stated = linear if isinstance(linear, dict) else {}
         found = dict(text) | {new: stated[key] for key, new in names.items() if key in stated}
-        if stated.get("safe_gate", bool(stated)) and found.get("linear_lower_bound", 0.0) is None:
+        if stated.get("safe_gate", isinstance(linear, dict)) and found.get("linear_lower_bound", 0.0) is None:
             del found["linear_lower_bound"]
         if "num_local_experts" in found:
             found.setdefault("n_routed_experts", found["num_local_experts"])

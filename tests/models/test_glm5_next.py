@@ -195,6 +195,9 @@ def test_decays_without_a_bound(tiny: Callable, tiny_of: Callable, paged: Any, t
     stated = published(model, tmp_path / "published", linear_lower_bound=None)
     with open_model(stated) as checkpoint:  # an object for these layers: there -5 takes the place of null
         assert checkpoint.facts.layers[0].mixer.floor == -5.0
+    changed = model.config["text_config"] | {"linear_attn_config": {}}
+    with open_model(model.save(tmp_path / "empty", text_config=changed)) as checkpoint:
+        assert checkpoint.facts.layers[0].mixer.floor == -5.0
     text = model.config["text_config"] | {"clamps": 1}
     path = write_gguf(tmp_path / "tiny.gguf", text, model.tensors, gguf.GGMLQuantizationType.F32)
     assert relative_error(logits(path, paged, ids), wanted) < 1e-4
