@@ -13,6 +13,7 @@ from typing import Any
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS
 from localllm.checkpoint.mapped_file import bad
+from localllm.checkpoint.shards import NUM_LAYERS, SIZES, is_windowed
 
 from .architecture import Architecture
 from .config import Config
@@ -23,15 +24,15 @@ from .layers import Experts, LayerFacts
 from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
-FULL_EVERY, THETA, LOCAL_THETA = 6, 5_000_000.0, 10_000.0
+THETA, LOCAL_THETA = 5_000_000.0, 10_000.0
 SINKS, PUBLISHED_SINKS = "self_attn.sinks", "self_attn.attention_sink_bias"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 # What configurations may leave out.
-DEFAULTS = {
+DEFAULTS = SIZES | {
     "vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "moe_intermediate_size": 2048,
-    "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
-    "n_routed_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-    "sliding_window": 129, "attention_value_scale": 0.707, "partial_rotary_factor": 0.334,
+    "num_hidden_layers": NUM_LAYERS, "n_routed_experts": 256, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072, "sliding_window": 129, "attention_value_scale": 0.707,
+    "partial_rotary_factor": 0.334,
 }  # fmt: skip
 KINDS = ("full_attention", "sliding_attention"), ("dense", "sparse")
 _LISTS = {"hybrid_layer_pattern": "layer_types", "moe_layer_freq": "mlp_layer_types"}  # of 0 and 1 -> names of kinds
@@ -57,8 +58,7 @@ class MimoV2(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
-        if config.stores_module("self_attn.qkv_proj"):  # only `checkpoint.shards` knows the order of its rows
-            raise config.unsupported(f"{config.source} with fused QKV, except as GGUF or FP8,")
+        _check(config)
         rope, local_rope, context = config.ropes(THETA, LOCAL_THETA)
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", config.activation(),
@@ -67,23 +67,15 @@ class MimoV2(Architecture):
             groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
             group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
         )  # fmt: skip
-        for key, own in (("swa_head_dim", config.head_dim), ("swa_num_attention_heads", config.num_heads)):
-            if keys.integer(key, 1, MAX_HEADS * MAX_HEAD_DIM, own) != own:
-                raise config.unsupported(f"{config.source} with other query heads in windowed layers")
         values = keys.integer("v_head_dim", 1, config.head_dim)
         if keys.integer("swa_v_head_dim", 1, MAX_HEAD_DIM, values) != values:
             raise config.unsupported(f"{config.source} with other values in windowed layers")
-        if keys.integer("n_shared_experts", 0, MAX_EXPERTS, 0):
-            raise config.unsupported(f"{config.source} with shared experts")
-        kinds = config.layer_types(KINDS[0], lambda layer: KINDS[0][layer > 0 and layer % FULL_EVERY != FULL_EVERY - 1])
+        kinds = config.layer_types(KINDS[0], lambda layer: KINDS[0][is_windowed(layer)])
         sparse = config.layer_types(KINDS[1], lambda layer: KINDS[1][layer > 0], key="mlp_layer_types")
         window = keys.integer("sliding_window_size", 1, MAX_CONTEXT, keys.integer("sliding_window", 2, MAX_CONTEXT) - 1)
         windowed = [kind == KINDS[0][1] for kind in kinds]
         heads = keys.integer("swa_num_key_value_heads", 1, MAX_HEADS, 2 * config.num_kv_heads)
         scale = 1.0 if config.is_null("attention_value_scale") else keys.number("attention_value_scale", 1e-6, 1e6)
-        for kind, wanted in (("full", False), ("swa", True)):
-            if keys.flag(f"add_{kind}_attention_sink_bias", wanted) != wanted:
-                raise config.unsupported(f"{config.source} with sinks in other layers than the windowed ones")
         return _facts(
             config, (rope, local_rope), context, [window + 1 if one else None for one in windowed],
             [heads if one else config.num_kv_heads for one in windowed], [kind == KINDS[1][1] for kind in sparse],
@@ -108,6 +100,23 @@ class MimoV2(Architecture):
         found = hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
         parts = ("embed_tokens.", "layers.", "norm.")  # not the MTP heads
         return replace(found, text=(*(f"model.{part}" for part in parts), "lm_head."))
+
+
+def _check(config: HfConfig) -> None:
+    """Raise for what is not supported, as `from_hf` does."""
+    keys, layers = config.keys, range(config.num_layers)
+    starts = tuple(f"{config.names.source(f'model.layers.{layer}.self_attn.qkv_proj')}." for layer in layers)
+    fused = (name for name in config.checkpoint.tensors if ".qkv_proj." in name)
+    if any(name.startswith(starts) for name in fused):  # `checkpoint.shards` could not take it apart
+        raise config.unsupported(f"{config.source} with fused QKV in this layout")
+    for key, own in (("swa_head_dim", config.head_dim), ("swa_num_attention_heads", config.num_heads)):
+        if keys.integer(key, 1, MAX_HEADS * MAX_HEAD_DIM, own) != own:
+            raise config.unsupported(f"{config.source} with other query heads in windowed layers")
+    if keys.integer("n_shared_experts", 0, MAX_EXPERTS, 0):
+        raise config.unsupported(f"{config.source} with shared experts")
+    for kind, wanted in (("full", False), ("swa", True)):
+        if keys.flag(f"add_{kind}_attention_sink_bias", wanted) != wanted:
+            raise config.unsupported(f"{config.source} with sinks in other layers than the windowed ones")
 
 
 def _facts(

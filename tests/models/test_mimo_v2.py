@@ -100,7 +100,7 @@ def test_fused_projections(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     expected = model.logits(ids)
     assert float((rows - expected).abs().max() / expected.abs().max()) < 1e-4
     folder = one.save(tmp_path / "fused")
-    with pytest.raises(UnsupportedModel, match="fused QKV, except as GGUF or FP8"), open_model(folder) as checkpoint:
+    with pytest.raises(UnsupportedModel, match="with fused QKV in this layout"), open_model(folder) as checkpoint:
         assert checkpoint.facts
     assert ARCHITECTURE[model.config["model_type"]] == "mimo2"
 
@@ -175,10 +175,19 @@ def test_projections_in_shards_and_experts_of_four_bits(tiny_of: Callable, paged
         expected = load_model(checkpoint, LoadOptions(exact=True))
     found, wanted = paged(ours).all_logits(ids, [20]), paged(expected).all_logits(ids, [20])
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
-    other = {"attention_projection_layout": "fused_qkv", "num_key_value_heads": 2, "swa_num_key_value_heads": 4}
-    folder = replace(model, config=config | changes | other, tensors=stored).save(tmp_path / "other")
-    with open_model(folder) as checkpoint, pytest.raises(UnsupportedModel, match="fused QKV"):
-        _ = checkpoint.facts
+    other, scale = {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, "2.self_attn.qkv_proj.weight_scale_inv"
+    without = {name: tensor for name, tensor in stored.items() if not name.endswith(scale)}
+    for number, (given, tensors) in enumerate([(other, stored), ({}, without)]):
+        folder = replace(model, config=config | changes | given, tensors=tensors).save(tmp_path / f"other-{number}")
+        with open_model(folder) as checkpoint, pytest.raises(UnsupportedModel, match="with fused QKV in this layout"):
+            _ = checkpoint.facts
+    kinds = {key: model.config[key] for key in ("layer_types", "mlp_layer_types")}
+    names = ("num_key_value_heads", "head_dim", "v_head_dim")
+    left_out = dict.fromkeys(["hybrid_layer_pattern", "moe_layer_freq", *names[1:], *(f"swa_{one}" for one in names)])
+    folder = replace(model, config=config | changes | left_out | kinds, tensors=stored).save(tmp_path / "left-out")
+    with open_model(folder) as checkpoint:
+        again = load_model(checkpoint, LoadOptions(exact=True))
+    assert torch.equal(paged(again).all_logits(ids, [20]), found)
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8"])
