@@ -98,8 +98,9 @@ class MimoV2(Architecture):
             return gguf_names(GGUF_LAYER | {SINKS: "attn_sinks.weight", CHOICE_BIAS: "exp_probs_b.bias"})
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
         found = hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+        start = found.top["model.norm"].removesuffix("norm")
         parts = ("embed_tokens.", "layers.", "norm.")  # not the MTP heads
-        return replace(found, text=(*(f"model.{part}" for part in parts), "lm_head."))
+        return replace(found, text=(*(start + part for part in parts), f"{found.top['lm_head']}."))
 
 
 def _check(config: HfConfig) -> None:

@@ -81,6 +81,17 @@ def test_what_it_lacks_is_refused(changes: dict[str, Any], said: str, tiny: Call
         assert checkpoint.facts
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
+def test_the_plan_counts_weights_under_other_prefixes(prefix: str, tiny: Callable, tmp_path: Path) -> None:
+    model, sizes = tiny("mimo"), []
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in model.tensors.items()}
+    for number, tensors in enumerate((model.tensors, renamed)):
+        tensors = tensors | {"visual.x.weight": torch.ones(2, 2)}
+        with open_model(replace(model, tensors=tensors).save(tmp_path / str(number))) as checkpoint:
+            sizes.append(checkpoint.facts.weight_bytes)
+    assert sizes[0] == sizes[1] == sum(tensor.nbytes for tensor in model.tensors.values())
+
+
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Queries, keys and values of each layer in one matrix, as V2.5 has them."""
     found = {}
