@@ -51,9 +51,11 @@ class MimoV2(Architecture):
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
         for (old, new), kinds in zip(_LISTS.items(), KINDS, strict=True):
-            listed = values.pop(old, None)
-            if isinstance(listed, list) and all(item in (0, 1) for item in listed):
-                values.setdefault(new, [kinds[item] for item in listed])
+            listed = values.get(old)
+            if isinstance(listed, list) and all(type(item) is int and item in (0, 1) for item in listed):
+                del values[old]
+                if values.get(new) is None:
+                    values[new] = [kinds[item] for item in listed]
         return values
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -72,12 +74,15 @@ class MimoV2(Architecture):
             raise config.unsupported(f"{config.source} with other values in windowed layers")
         kinds = config.layer_types(KINDS[0], lambda layer: KINDS[0][is_windowed(layer)])
         sparse = config.layer_types(KINDS[1], lambda layer: KINDS[1][layer > 0], key="mlp_layer_types")
-        window = keys.integer("sliding_window_size", 1, MAX_CONTEXT, keys.integer("sliding_window", 2, MAX_CONTEXT) - 1)
+        if keys.raw("sliding_window_size") is None:
+            window = keys.integer("sliding_window", 1, MAX_CONTEXT)
+        else:
+            window = keys.integer("sliding_window_size", 1, MAX_CONTEXT) + 1
         windowed = [kind == KINDS[0][1] for kind in kinds]
         heads = keys.integer("swa_num_key_value_heads", 1, MAX_HEADS, 2 * config.num_kv_heads)
         scale = 1.0 if config.is_null("attention_value_scale") else keys.number("attention_value_scale", 1e-6, 1e6)
         return _facts(
-            config, (rope, local_rope), context, [window + 1 if one else None for one in windowed],
+            config, (rope, local_rope), context, [window if one else None for one in windowed],
             [heads if one else config.num_kv_heads for one in windowed], [kind == KINDS[1][1] for kind in sparse],
             experts, values, scale,
         )  # fmt: skip
@@ -110,6 +115,12 @@ def _check(config: HfConfig) -> None:
     fused = (name for name in config.checkpoint.tensors if ".qkv_proj." in name)
     if any(name.startswith(starts) for name in fused):  # `checkpoint.shards` could not take it apart
         raise config.unsupported(f"{config.source} with fused QKV in this layout")
+    for key in _LISTS:
+        if keys.raw(key) is not None:
+            raise keys.fail(key, "must list 0 or 1 for each layer")
+    method, scoring = keys.text("topk_method", "noaux_tc"), keys.text("scoring_func", "sigmoid")
+    if method != "noaux_tc" or scoring != "sigmoid":
+        raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
     for key, own in (("swa_head_dim", config.head_dim), ("swa_num_attention_heads", config.num_heads)):
         if keys.integer(key, 1, MAX_HEADS * MAX_HEAD_DIM, own) != own:
             raise config.unsupported(f"{config.source} with other query heads in windowed layers")

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 
-from localllm.errors import UnsupportedModel
+from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
@@ -72,13 +72,28 @@ def test_published_files(model_type: str, tiny: Callable, paged: Any, tmp_path: 
         ({"swa_num_attention_heads": 3}, "other query heads in windowed layers"),
         ({"add_full_attention_sink_bias": True}, "sinks in other layers"),
         ({"n_shared_experts": 1}, "shared experts"),
+        ({"scoring_func": "softmax"}, "with a router of type noaux_tc over softmax"),
+        ({"topk_method": "greedy"}, "with a router of type greedy over sigmoid"),
+        ({"hybrid_layer_pattern": [0.0, 1.0, 1.0]}, "hybrid_layer_pattern: must list 0 or 1 for each layer"),
+        ({"hybrid_layer_pattern": [0, 1, 2]}, "hybrid_layer_pattern: must list 0 or 1 for each layer"),
+        ({"moe_layer_freq": 1}, "moe_layer_freq: must list 0 or 1 for each layer"),
+        ({"hybrid_layer_pattern": [0, 1]}, "layer_types: must list"),
+        ({"sliding_window_size": 0}, "sliding_window_size: must be 1 to"),
     ],
 )
 def test_what_it_lacks_is_refused(changes: dict[str, Any], said: str, tiny: Callable, tmp_path: Path) -> None:
     model = tiny("mimo")
     folder = replace(model, config=published(model.config) | changes).save(tmp_path)
-    with pytest.raises(UnsupportedModel, match=said), open_model(folder) as checkpoint:
+    with pytest.raises((BadModelFile, UnsupportedModel), match=said), open_model(folder) as checkpoint:
         assert checkpoint.facts
+
+
+def test_windows_of_one_token(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny("mimo"), torch.randint(0, 99, (30,)).tolist()
+    folder = replace(model, config=model.config | {"sliding_window": 1}).save(tmp_path)
+    with open_model(folder) as checkpoint:
+        assert set(checkpoint.facts.windows) == {None, 1}
+        assert paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [20]).isfinite().all()
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
