@@ -40,6 +40,7 @@ class Answer:
     stop    `length` is the token limit, `full` the end of the context window
     rounds  earlier text, each piece ended by calls
     calls   the calls that the model made after `text`
+    known   what `usage` counts: rounds, and characters of `text` and of `reasoning`
     """
 
     text: str = ""
@@ -50,6 +51,7 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     failed: Failed | None = None
+    known: tuple[int, int, int] = (0, 0, 0)
 
     def add(self, event: ChatEvent) -> None:
         """Add an event of this turn. Tokens of a continued answer are counted once, as output: those sent back to the
@@ -71,8 +73,19 @@ class Answer:
                 prompt, min(new.cached_tokens, prompt), before.completion_tokens + new.completion_tokens,
                 before.reasoning_tokens + new.reasoning_tokens,
             )  # fmt: skip
+            self.mark()
         elif isinstance(event, Failed):
             self.failed, self.stop = event, "error"
+
+    def mark(self) -> None:
+        """Note that `usage` counts all there is, unless it is unknown."""
+        if self.usage.prompt_tokens:
+            self.known = len(self.rounds), len(self.text), len(self.reasoning)
+
+    @property
+    def results(self) -> str:
+        """The results of calls that `usage` does not count."""
+        return "".join(call.result or "" for one in self.rounds[self.known[0] :] for call in one.calls)
 
     def _add_call(self, piece: dict[str, Any]) -> None:
         while len(self.calls) <= piece["index"]:
@@ -90,6 +103,7 @@ class Answer:
         """Close the round once its calls have results; the model continues, or the answer ends with `stop`."""
         self.rounds.append(Round(self.text, self.reasoning, self.calls))
         self.text, self.reasoning, self.calls, self.stop = "", "", [], stop
+        self.known = self.known[0], 0, 0
 
     def round_messages(self) -> Iterator[Message]:
         """The rounds as messages for the model."""

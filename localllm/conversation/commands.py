@@ -222,7 +222,8 @@ def _ctx(session: Session, text: str) -> str:
     """Show what fills the context window."""
     talk, facts, count = session.conversation, session.backend.facts(), session.backend.count_tokens
     now = next((one for one in talk.exchanges[-1:] if not one.stop), None)  # being answered
-    turns = [one for one in talk.exchanges if one.counts and one is not now]
+    goes_on = now is not None and now.usage.prompt_tokens > 0  # it is counted up to its last stop
+    turns = [one for one in talk.exchanges if one.counts and (goes_on or one is not now)]
     asked = [one for one in turns if one.attachments]
     pictures = num_images([{"content": one.content} for one in asked])
     parts = {
@@ -230,13 +231,20 @@ def _ctx(session: Session, text: str) -> str:
         "attachments": sum(count(text_of(one.content)) - count(one.user) for one in asked),
         "images": pictures * picture_tokens(facts),
         "questions": sum(count(one.user) for one in turns),
-        "answers": sum(count(one.text) for one in turns),
+        "answers": sum(count(one.text[: one.known[1]] if one is now else one.text) for one in turns),
     }
     parts["template and reasoning"] = max(0, talk.used_tokens - sum(parts.values()))
-    if now is not None:
+    if now is not None and goes_on:
+        _, said, thought = now.known
+        parts["added to its answer"] = count(now.reasoning[thought:] + now.text[said:])
+    elif now is not None:
         parts["images"] += num_images([{"content": now.content}]) * picture_tokens(facts)
         parts["this question"] = num_tokens(text_of(now.content), count)
-        parts["its answer so far"] = count(now.reasoning + now.text) + sum(count(one.text) for one in now.rounds)
+        texts = [now.reasoning + now.text, *(one.text for one in now.rounds)]
+        texts += [call.name + call.arguments for one in now.rounds for call in one.calls]
+        parts["its answer so far"] = sum(map(count, texts))
+    if now is not None:
+        parts["results of its calls"] = num_tokens(now.results, count)
     to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
     parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)

@@ -166,6 +166,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
         return float(value) if isinstance(value, (int, float)) and 0 <= value <= MAX_AMOUNT else 0.0
 
     one.usage = Usage(*(int(amount(name)) for name in TOKENS))
+    one.mark()
     one.timing = Timing(ttft_s=amount("ttft_s"), total_s=amount("total_s"), decode_tps=amount("decode_tps"))
     one.thought_s, one.forgotten = amount("thought_s"), bool(stats.get("forgotten"))
     failed = stats.get("failed")

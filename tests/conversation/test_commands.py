@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from localllm.backend.scripted import FakeBackend
+from localllm.conversation.answer import Call
 from localllm.conversation.commands import COMMANDS, run
 from localllm.conversation.session import Session
 from localllm.conversation.slash import SLASHES, understand
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
-from localllm.request import Usage
+from localllm.interface import Done
+from localllm.request import Timing, Usage
 
 
 def typing(talk: Conversation) -> Callable[[str], str]:
@@ -63,6 +65,36 @@ def test_the_context_is_what_the_engine_counted() -> None:
     ]
     first.forgotten = True
     assert "1 question dropped" in say("/ctx")
+
+
+def test_an_answer_that_goes_on_is_counted_once() -> None:
+    """Up to its last stop by the engine; then the results of calls, and what came since. Words are tokens here."""
+    talk = Conversation()
+    say = typing(talk)
+    one = talk.ask("the weather in Paris")
+    one.text, one.calls = "let me look", [Call("1", "weather", "{}")]
+    one.add(Done(1, "stop", Usage(100, 0, 20), Timing()))
+    one.calls[0].result = "sunny " * 400
+    one.end_round()
+    one.text, one.reasoning = "it is", "so "
+    before = ["questions                    4", "template and reasoning     116"]
+    assert say("/ctx").splitlines() == [
+        *before,
+        "added to its answer          3",
+        "results of its calls       400",
+        "free                    32,245   of 32k",
+    ]
+    one.add(Done(1, "length", Usage(530, 0, 5), Timing()))
+    one.stop, one.text = "", "it is sunny and warm"
+    assert say("/ctx").splitlines() == [
+        "questions                    4",
+        "answers                      2",
+        "template and reasoning     529",
+        "added to its answer          3",
+        "free                    32,230   of 32k",
+    ]
+    one.usage, one.known = Usage(), (0, 0, 0)  # of a server that does not count
+    assert "results of its calls       400" in say("/ctx") and "questions" not in say("/ctx")
 
 
 def test_what_is_copied() -> None:
