@@ -34,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "logits": SOFTMAX | {"router_kind": "sigmoid_topk", "choice_bias": True, "shared": 38, "shared_scale": 0.5},
     "best of groups": SOFTMAX | {"groups": 3, "group_top_k": 1, "limit": 0.5, "post_norm": True},
     "limits": SOFTMAX | {"limit": 0.3, "shared": 38, "shared_limit": 0.6, "gated": True},
+    "root of softplus": SOFTMAX
+    | {"router_kind": "sqrt_softplus", "choice_bias": True, "shared": 38, "scale": 1.5, "activation": "silu_clamped"}
+    | {"limit": 0.3, "shared_limit": 0.3},
     "limits of gelu": SOFTMAX | {"activation": "gelu_tanh", "limit": 0.6, "shared": 38, "shared_limit": 0.3},
 }
 

@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "renormalise": False, "in_kernels": True},
     "logits": SOFTMAX
     | {"router_kind": "sigmoid_topk", "choice_bias": True, "shared": 32, "shared_scale": 0.5, "in_kernels": True},
+    "root of softplus": SOFTMAX
+    | {"router_kind": "sqrt_softplus", "choice_bias": True, "shared": 32, "scale": 1.5, "in_kernels": True},
     "without a gate": SOFTMAX | {"activation": "relu2"},
     "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
     "routed by a kernel": SOFTMAX | {"in_kernels": True},
