@@ -58,6 +58,7 @@ LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
 DELTA = (("ling3-tiny", "Q4_K_M"), ("kimi-linear-48b-a3b", "Q4_K_M"), ("qwen3.8-flash-next", "Q4_K_M"))
 DELTA += (("north-mini-30b-a3b", "Q4_K_M"), ("mimo-v2.5", "Q4_K_M"), ("glm5.3-flash", "Q4_K_M"))
+DELTA += (("deepseek-v4-flash", "Q4_K_M"),)
 SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY, *DELTA), (*SIZES[:2], *TODAY)
 SIZE_CTX, DEPTH = 2048, 4096
 FAR = ((DEPTH, "int8"), (8192, "auto"))  # for the first two shapes

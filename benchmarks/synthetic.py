@@ -18,6 +18,7 @@ TYPES = (
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
 )
 INDEX_DIM, POOLED = 128, 4
+OUT_GROUPS, OUT_RANK = 8, 1024
 HYPER_RANK, NGRAM_HEADS, NGRAM_ROWS, NGRAM_LAYER = 320, 16, 1_000_003, 1
 MANY = 1 << 24  # from this many weights on a matrix gets random codes: quantizing would take minutes
 LOGIT_SCALE = 2.5  # standard deviation of the logits, about that of real models
@@ -95,6 +96,10 @@ REAL = {
     ),
     # 7 of its 48 layers, a quarter of their experts
     "mimo-v2.5": Shape(4096, 16_384, 7, 64, 4, 192, "mimo2", False, 32_768, 64, 8, 2048, value_dim=128),
+    # 6 of its 43 layers, a quarter of their experts
+    "deepseek-v4-flash": Shape(
+        4096, 2048, 6, 64, 1, 512, "deepseek4", False, 32_768, 64, 6, 2048, query_latent=1024, turned=64, streams=4
+    ),
     "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
@@ -115,7 +120,12 @@ def write_model(
     written.matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, written.better)
     for layer in range(shape.layers):
         written.layer(layer)
-    if shape.streams and not shape.latent:
+    if shape.arch == "deepseek4":
+        wide = shape.streams * shape.hidden
+        written.vector("output_hc_fn.weight", shape.streams, wide, deviation=wide**-0.5)
+        written.vector("output_hc_base.weight", shape.streams)
+        written.file.add_tensor("output_hc_scale.weight", np.ones(1, np.float32))
+    if shape.streams and not shape.latent and shape.arch != "deepseek4":
         written.hyper("output_hc", outer=True)
         rows = NGRAM_HEADS * NGRAM_ROWS
         written.matrix("per_layer_token_embd", rows, shape.hidden // NGRAM_HEADS, kind="IQ4_NL", size=16.0)
@@ -152,7 +162,10 @@ class _Writer:
             w.add_head_count_kv([self.kv_heads(layer) for layer in range(s.layers)] if s.value_dim else s.kv_heads)
             w.add_key_length(s.head_dim)
             w.add_value_length(s.value_dim or s.head_dim)
-            w.add_rope_dimension_count(s.head_dim // (4 if s.full_every else 3 if s.value_dim else 1))
+            turned = (
+                s.turned if s.arch == "deepseek4" else s.head_dim // (4 if s.full_every else 3 if s.value_dim else 1)
+            )
+            w.add_rope_dimension_count(turned)
         w.add_rope_freq_base(10_000.0)
         w.add_layer_norm_rms_eps(1e-5)
         if s.experts:
@@ -183,8 +196,51 @@ class _Writer:
             w.add_ssm_inner_size(s.value_heads * s.state)
         if s.arch == "glm5-next":
             self.mixed_sizes()
+        elif s.arch == "deepseek4":
+            self.compressed_sizes()
         elif s.streams:
             self.stream_sizes()
+
+    def compressed_sizes(self) -> None:
+        s, w = self.shape, self.file
+        w.add_sliding_window(128)
+        w.add_q_lora_rank(s.query_latent)
+        w.add_expert_shared_count(1)
+        w.add_expert_weights_scale(1.5)
+        numbers = {"head_count": 64, "key_length": INDEX_DIM, "top_k": 512}
+        numbers = {f"attention.indexer.{name}": number for name, number in numbers.items()}
+        numbers |= {"hyper_connection.count": s.streams, "hyper_connection.sinkhorn_iterations": 20}
+        numbers |= {"attention.output_group_count": OUT_GROUPS, "attention.output_lora_rank": OUT_RANK}
+        for name, number in (numbers | {"hash_layer_count": 0, "expert_gating_func": 4}).items():
+            w.add_uint32(f"deepseek4.{name}", number)
+        w.add_float32("deepseek4.hyper_connection.epsilon", 1e-6)
+        w.add_float32("deepseek4.attention.compress_rope_freq_base", 160_000.0)
+        w.add_array("deepseek4.attention.compress_ratios", [self.ratio(layer) for layer in range(s.layers)])
+        w.add_array("deepseek4.swiglu_clamp_exp", [10.0] * s.layers)
+
+    def ratio(self, layer: int) -> int:
+        """Tokens of an entry; as in the real model, but that one layer has none, not two."""
+        return 0 if layer == 0 else 4 if layer % 2 else 128
+
+    def compressed_attention(self, base: str, layer: int) -> None:
+        s, ratio = self.shape, self.ratio(layer)
+        self.matrix(f"{base}.attn_q_a", s.query_latent, s.hidden)
+        self.norm(f"{base}.attn_q_a_norm", s.query_latent)
+        self.matrix(f"{base}.attn_q_b", s.heads * s.head_dim, s.query_latent)
+        self.matrix(f"{base}.attn_kv", s.head_dim, s.hidden)
+        self.norm(f"{base}.attn_kv_a_norm", s.head_dim)
+        self.matrix(f"{base}.attn_output_a", OUT_GROUPS * OUT_RANK, s.heads * s.head_dim // OUT_GROUPS, kind="Q8_0")
+        self.matrix(f"{base}.attn_output_b", s.hidden, OUT_GROUPS * OUT_RANK)
+        self.vector(f"{base}.attn_sinks.weight", s.heads)
+        for name, width in (("attn", s.head_dim), ("indexer", INDEX_DIM))[: 2 if ratio == 4 else ratio > 0]:
+            sets = width * (2 if ratio == 4 else 1)
+            for part in ("kv", "gate"):
+                self.matrix(f"{base}.{name}_compressor_{part}", sets, s.hidden, kind="Q8_0")
+            self.vector(f"{base}.{name}_compressor_ape.weight", ratio, sets)
+            self.norm(f"{base}.{name}_compressor_norm", width)
+        if ratio == 4:
+            self.matrix(f"{base}.indexer.attn_q_b", 64 * INDEX_DIM, s.query_latent)
+            self.vector(f"{base}.indexer.proj.weight", 64, s.hidden, deviation=s.hidden**-0.5)
 
     def mixed_sizes(self) -> None:
         s, w, key = self.shape, self.file, f"{self.shape.arch}."
@@ -285,7 +341,7 @@ class _Writer:
     def layer(self, layer: int) -> None:
         s, base, eighth = self.shape, f"blk.{layer}", self.shape.layers // 8
         more = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
-        if s.arch == "glm5-next":
+        if s.arch in ("glm5-next", "deepseek4"):
             for block in ("attn", "ffn"):
                 self.mixed(f"{base}.hc_{block}")
             self.norm(f"{base}.attn_norm")
@@ -300,10 +356,12 @@ class _Writer:
             (self.kimi_delta if s.latent else self.delta_rule)(base)
         elif s.latent:
             self.latent_attention(base)
+        elif s.arch == "deepseek4":
+            self.compressed_attention(base, layer)
         else:
             self.attention(base, layer, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
-        if (not s.streams or s.latent) and s.arch != "cohere2moe":
+        if (not s.streams or s.latent or s.arch == "deepseek4") and s.arch != "cohere2moe":
             self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
         if s.experts and not (layer == 0 and (s.latent or s.arch in ("cohere2moe", "mimo2"))):
             of_down = self.better if more and self.of_experts == self.usual else self.of_experts
@@ -396,9 +454,9 @@ class _Writer:
         for name in ("gate", "up"):
             self.matrix(f"{base}.ffn_{name}_exps", s.expert_inner, s.hidden, kind=self.of_experts, experts=s.experts)
         self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
-        if s.streams and not s.latent:
+        if s.streams and not s.latent and s.arch != "deepseek4":
             self.vector(f"{base}.ffn_gate_inp_shexp.weight", s.hidden, deviation=s.hidden**-0.5)
-        if s.latent or s.arch == "mimo2":
+        if s.latent or s.arch in ("mimo2", "deepseek4"):
             self.vector(f"{base}.exp_probs_b.bias", s.experts)
         if s.latent or s.streams:
             for name, shape in (("gate", (s.expert_inner, s.hidden)), ("up", (s.expert_inner, s.hidden))):

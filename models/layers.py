@@ -37,6 +37,7 @@ from localllm.kernels.layer_weights import (
     StreamWeights,
 )
 from localllm.quant import dequantize
+from localllm.quant.cut import rows_of
 
 from .architectures.facts import entry_views, linear_shapes, vector_shapes
 from .architectures.layers import (
@@ -276,6 +277,10 @@ class LayerReader:
     def made(self, layer_class: str, module: str, matrix: Tensor) -> Linear:
         """Prepare a slice of a module, given as its values [N, K], as a module of its own."""
         weight = Weight("dense", (matrix.shape[0], matrix.shape[1]), matrix.contiguous())
+        return self.part(layer_class, module, weight)
+
+    def part(self, layer_class: str, module: str, weight: Weight) -> Linear:
+        """Prepare some rows of a module as a module of its own."""
         weight = self.reader.encoded(self.start + module, weight)
         return Linear((self.reader.prepare(layer_class, weight, None),))
 
@@ -428,7 +433,12 @@ def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, 
 def _compressed_attention(layer: LayerReader, facts: CompressedAttention) -> CompressedWeights:
     inner, index, angles = facts.num_heads * facts.head_dim // facts.groups, facts.entry_index, None
     weight = layer.reader.stored(layer.start + GROUPED_OUT, (facts.groups * facts.out_rank, inner))
-    values = weight.qweight if weight.form == "dense" else dequantize(weight).to(torch.bfloat16)
+    groups = [
+        rows_of(weight, [range(first, first + facts.out_rank)]) for first in range(0, weight.shape[0], facts.out_rank)
+    ]
+    if None in groups:  # they share scales
+        values = dequantize(weight).to(torch.bfloat16)
+        groups = [Weight("dense", (facts.out_rank, inner), rows.contiguous()) for rows in values.split(facts.out_rank)]
     if facts.ratio:
         angles = layer.reader.rope(facts.rope).inv_freq.to(layer.reader.device) * (facts.ratio - 1)
 
@@ -443,7 +453,7 @@ def _compressed_attention(layer: LayerReader, facts: CompressedAttention) -> Com
         q_up=layer.linear("q_b", "self_attn.q_b_proj"),
         head_norm=layer.plain_norm(facts.head_dim),
         kv_norm=layer.norm("self_attn.kv_norm", facts.head_dim),
-        narrow=tuple(layer.made("o", GROUPED_OUT, rows) for rows in values.split(facts.out_rank)),
+        narrow=tuple(layer.part("o", GROUPED_OUT, group) for group in groups if group is not None),
         out=layer.linear("o", "self_attn.o_b_proj"),
         sinks=layer.vector("self_attn.sinks"),
         num_heads=facts.num_heads,

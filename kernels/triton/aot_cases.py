@@ -502,6 +502,7 @@ MIXTURES = (
     (128, 8, 2048, 768, "e2m1 e4m3", "softmax", "silu", 0.0),
     (128, 8, 2048, 768, "bf16", "softmax", "silu", 0.0),
     (32, 4, 2880, 2880, "e2m1 e8m0", "softmax_topk", "swiglu_oai", 7.0),
+    (256, 6, 4096, 2048, "e2m1 e8m0", "sqrt_softplus", "silu", 10.0),
 )
 
 
@@ -518,7 +519,7 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             yield KernelSpec("experts", "triton", f"{count} {kernel}", launch, decode=True)
     for count, top_k, hidden, inner, name, router, gate, limit in MIXTURES:
         up, down = described(forms[name], count * 2 * inner, hidden), described(forms[name], count * hidden, inner)
-        bias = _meta(torch.float32, count) if router == "sigmoid" else None
+        bias = _meta(torch.float32, count) if router in ("sigmoid", "sqrt_softplus") else None
         weights = ExpertsWeights(None, Linear(()), (), (), top_k, router, gate, choice_bias=bias)
         biases = (_meta(torch.float32, len(up.low)), _meta(torch.float32, len(down.low)))
         both = biases if gate == "swiglu_oai" else (None, None)
