@@ -396,7 +396,7 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV cache with the model's numbers."""
     from localllm.models.architectures.facts import kv_bytes_per_token, state_layers
-    from localllm.models.architectures.mixers import Entries, Paged
+    from localllm.models.architectures.mixers import CompressedAttention, Entries, Paged
 
     assert row.plan is not None
     facts, kv, state = row.subject.facts, row.plan.kv, row.subject.facts.state_bytes
@@ -424,8 +424,14 @@ def _model_lines(row: Row) -> list[str]:
             more = f", and {index.dim + index.dim // index.ratio} in 16 bits for the index"
         one = kv_bytes_per_token([layer], kv)
         if isinstance(layer.mixer, Entries):
-            made = f"{count} layers × {layer.mixer.dim} values for {layer.mixer.ratio} tokens in 16 bits"
+            made = f"{counted(count, 'layer')} × {layer.mixer.dim} values for {layer.mixer.ratio} tokens in 16 bits"
             lines.append(f"compressed KV = {made}: {one:,} B per layer and token")
+            continue
+        if isinstance(layer.mixer, CompressedAttention):
+            rows = layer.mixer.beside
+            made = f"{counted(count, 'layer')} × {keys} values in {kv}"
+            made += f", and {rows[0]:,} in 16 bits to make entries of" if rows else ""
+            lines.append(f"KV of the last {layer.mixer.window:,} tokens = {made}: {one:,} B per layer and token")
             continue
         lines.append(f"KV = {kept} values in {kv}{more}: {one:,} B per layer and token")
     if state:

@@ -146,7 +146,13 @@ def _chats(facts: ModelFacts) -> str:
 
 
 def _attention(facts: ModelFacts) -> str:
+    from localllm.models.architectures.mixers import CompressedAttention
+
     _, keys, values = facts.attention[0].kept
+    ratios = sorted({mixer.ratio for mixer in facts.attention if isinstance(mixer, CompressedAttention)} - {0})
+    if ratios:
+        earlier = " or ".join(map(str, ratios))
+        return f"{facts.num_heads} heads that share {keys} values per token, and one entry per {earlier} earlier tokens"
     if keys != values:
         return f"{facts.num_heads} heads over latents of {keys} values, plus {values} rotary"
     return f"{facts.num_heads} heads, {facts.num_kv_heads} KV heads, head size {facts.head_dim}"
