@@ -96,9 +96,11 @@ class DeepseekV4(Architecture):
         scoring = keys.text("scoring_func", "sqrtsoftplus")
         if act != "silu" or scoring != "sqrtsoftplus":
             raise config.unsupported(f"{config.source} with {act[:60]} and a router of type {scoring[:60]}")
-        for key in ("attention_bias", "mlp_bias"):
-            if keys.flag(key):
-                raise config.unsupported(f"{config.source} with {key}")
+        for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("norm_topk_prob", True)):
+            if keys.flag(key, wanted) != wanted:
+                raise config.unsupported(f"{config.source} with another {key} than {str(wanted).lower()}")
+        if keys.integer("n_shared_experts", 1, MAX_EXPERTS) != 1:
+            raise config.unsupported(f"{config.source} with more than one shared expert")
         kinds = list(RATES)
         values = object_of(keys, "compress_rates")
         stated = [values.get(kind, RATES[kind]) for kind in kinds]
@@ -109,10 +111,11 @@ class DeepseekV4(Architecture):
         found = _kinds(config)
         ratios = [stated[kinds.index(kind)] for kind in found]
         plain, scaled, context = _ropes(config)
-        experts = config.mixture("n_routed_experts", "moe_intermediate_size", **_router(
-            config, keys.number("routed_scaling_factor", 1e-6, 1e6), keys.flag("norm_topk_prob", True),
-            keys.integer("n_shared_experts", 1, MAX_EXPERTS),
-        ))  # fmt: skip
+        experts = config.mixture(
+            "n_routed_experts", "moe_intermediate_size", "silu_clamped", router="sqrt_softplus",
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6),
+        )  # fmt: skip
+        experts = replace(experts, shared_inner=experts.inner)
         limit = keys.number("swiglu_limit", 1e-3, 1e6)
         attention = _attention(
             config, plain, keys.integer("q_lora_rank", 1, MAX_HIDDEN), keys.integer("o_groups", 1, MAX_HEADS),
@@ -147,7 +150,8 @@ class DeepseekV4(Architecture):
         plain = RopeFacts(scaled.theta, scaled.dim, interleaved=True)
         scaled = replace(scaled, theta=keys.number("attention.compress_rope_freq_base", 1.0, 1e15, ENTRY_THETA))
         listed = keys.raw("attention.compress_ratios")
-        ratios = [int(one) for one in listed][: config.num_layers] if isinstance(listed, np.ndarray) else []
+        stated = isinstance(listed, np.ndarray) and listed.dtype.kind in "iu"
+        ratios = [int(one) for one in listed][: config.num_layers] if stated else []
         if len(ratios) < config.num_layers or not all(0 <= one <= MAX_CONTEXT for one in ratios):
             raise keys.fail("attention.compress_ratios", f"must hold a number of tokens for {config.num_layers} layers")
         with_index = [_stores(config, layer, f"{_INDEXER}.q_b_proj") for layer in range(config.num_layers)]
@@ -159,9 +163,9 @@ class DeepseekV4(Architecture):
             keys.integer("attention.sliding_window", 1, MAX_CONTEXT),
         )  # fmt: skip
         mixers = [_mixer(config, attention, *one, scaled, names) for one in zip(ratios, with_index, strict=True)]
+        experts = config.mixture(act="silu_clamped", router="sqrt_softplus")
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
-        scale, normed = keys.number("expert_weights_scale", 1e-6, 1e6, 1.0), keys.flag("expert_weights_norm", True)
-        experts = config.mixture(**_router(config, scale, normed, shared))
+        experts = replace(experts, shared_inner=shared * experts.inner)
         hyper = MixedConnections(
             keys.integer("hyper_connection.count", 2, MOST_STREAMS),
             keys.integer("hyper_connection.sinkhorn_iterations", 1, MOST_ROUNDS),
@@ -197,7 +201,11 @@ def _kinds(config: HfConfig) -> list[str]:
     ratios = keys.raw("compress_ratios")
     if keys.raw("layer_types") is None and ratios is not None:
         kinds = {ratio: kind for kind, ratio in RATES.items()}
-        if not isinstance(ratios, list) or len(ratios) < count or not all(one in kinds for one in ratios[:count]):
+        if (
+            not isinstance(ratios, list)
+            or len(ratios) < count
+            or not all(type(one) is int and one in kinds for one in ratios[:count])
+        ):
             raise keys.fail("compress_ratios", f"must list 0, 4 or 128 for each of {count} layers")
         return [kinds[one] for one in ratios[:count]]
     return config.layer_types(tuple(RATES), lambda layer: SPARSE if layer > 1 and layer % 2 else HEAVY)
@@ -213,22 +221,14 @@ def _ropes(config: HfConfig) -> tuple[RopeFacts, RopeFacts, int]:
     else:
         share = keys.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM, TURNED) / config.head_dim
     common = {"partial_rotary_factor": share}
-    flat = {} if any(nested) else stated
+    nested = nested if all(nested) else [{}, {}]
+    flat = {} if all(nested) else {key: value for key, value in stated.items() if key not in ("main", "compress")}
     plain = {"rope_theta": keys.number("rope_theta", 1.0, 1e15)} | common | nested[0]
     scaled = flat | {"rope_theta": keys.number("compress_rope_theta", 1.0, 1e15)} | common | nested[1]
     if scaled.get("rope_type", scaled.get("type")) == "yarn":
         scaled = {"attention_factor": 1.0} | scaled
     (first, _), (second, context) = config.rope_from(plain), config.rope_from(scaled)
     return replace(first, interleaved=True), replace(second, interleaved=True), context
-
-
-def _router(config: Config, scale: float, renormalise: bool, shared: int) -> dict[str, Any]:
-    """The fields of `Experts` besides their sizes; the shared expert has the size of `shared` routed ones."""
-    name = "moe_intermediate_size" if isinstance(config, HfConfig) else "expert_feed_forward_length"
-    inner = config.keys.integer(name, 1, MAX_HIDDEN * 4)
-    return {"act": "silu_clamped", "router": "sqrt_softplus", "scale": scale, "renormalise": renormalise} | {
-        "shared_inner": shared * inner
-    }
 
 
 def _attention(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 from localllm.quant.encode import Target, encode
 
+from .test_gguf_models import write_gguf
 from .test_qwen4_exp import Made, logits, prompt, relative_error
 
 NAME = "deepseek-v4"
@@ -192,6 +194,9 @@ def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callabl
     ("changes", "words"),
     [
         ({"scoring_func": "sigmoid"}, "with silu and a router of type sigmoid"),
+        ({"norm_topk_prob": False}, "with another norm_topk_prob than true"),
+        ({"n_shared_experts": 2}, "with more than one shared expert"),
+        ({"layer_types": None, "compress_ratios": [[4]] * 5}, "must list 0, 4 or 128 for each of 5 layers"),
         ({"o_groups": 4}, "6 heads cannot be split evenly into 4 groups"),
         ({"num_key_value_heads": 2}, "with 2 KV heads"),
         ({"layer_types": ["full_attention"] * 5}, "layers of type full_attention"),
@@ -211,6 +216,19 @@ def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, 
         with pytest.raises(LocalLLMError, match=words) as caught:
             _ = checkpoint.facts
         assert caught.value.hint
+
+
+@pytest.mark.parametrize("ratios", [[0.5, 4.0, 32.0, 4.0, 32.0], [float("nan")] * 5, [0, 4], [4, 4, 4, 4, -1]])
+def test_gguf_ratios_that_are_not_tokens_are_named(ratios: list[float], tiny: Callable, tmp_path: Path) -> None:
+    model = tiny(NAME)
+    path = write_gguf(
+        tmp_path / "tiny.gguf", model.config | {"ratios": ratios}, model.tensors, gguf.GGMLQuantizationType.F32
+    )
+    with (
+        open_model(path) as checkpoint,
+        pytest.raises(LocalLLMError, match="must hold a number of tokens for 5 layers"),
+    ):
+        _ = checkpoint.facts
 
 
 def test_experts_that_do_not_exist_are_named(tiny: Callable, tmp_path: Path) -> None:

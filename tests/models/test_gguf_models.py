@@ -532,7 +532,8 @@ def _deepseek4(
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_uint32(f"{key}attention.output_group_count", config["o_groups"])
     writer.add_uint32(f"{key}attention.output_lora_rank", config["o_lora_rank"])
-    writer.add_array(f"{key}attention.compress_ratios", [rates.get(kind, 0) for kind in config["layer_types"]] + [0])
+    ratios = config.get("ratios") or [rates.get(kind, 0) for kind in config["layer_types"]] + [0]
+    writer.add_array(f"{key}attention.compress_ratios", ratios)
     writer.add_float32(f"{key}attention.compress_rope_freq_base", ropes["compress"]["rope_theta"])
     for name, theirs in {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk"}.items():
         writer.add_uint32(f"{key}attention.indexer.{name}", config[f"index_{theirs}"])
