@@ -207,6 +207,7 @@ class _Writer:
         w.add_q_lora_rank(s.query_latent)
         w.add_expert_shared_count(1)
         w.add_expert_weights_scale(1.5)
+        w.add_expert_weights_norm(True)
         numbers = {"head_count": 64, "key_length": INDEX_DIM, "top_k": 512}
         numbers = {f"attention.indexer.{name}": number for name, number in numbers.items()}
         numbers |= {"hyper_connection.count": s.streams, "hyper_connection.sinkhorn_iterations": 20}
