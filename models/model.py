@@ -14,6 +14,7 @@ from torch.nn import functional
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.host_experts import HostExperts
 from localllm.kernels.layer_weights import (
+    CompressedWeights,
     ExpertsWeights,
     FeedForwardWeights,
     HeadWeights,
@@ -126,6 +127,8 @@ class Model:
         unused = {name for name, kind in (("mlp", MlpWeights), ("experts", ExpertsWeights)) if kind not in feeds}
         unused |= {"decoder", "step"} if facts.hyper is not None else set()  # such layers run one by one
         self.kernels = {name: impl for name, impl in table.ops if name not in unused}
+        if any(isinstance(layer.mixer, CompressedWeights) for layer in layers):  # has no other implementation
+            self.kernels["attention"] = "torch"
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader

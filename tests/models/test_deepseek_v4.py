@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.boot.boot import kernel_words
 from localllm.device.fake import MACHINES
 from localllm.errors import LocalLLMError
 from localllm.kernels import OpFacts
@@ -244,5 +245,6 @@ def test_experts_that_do_not_exist_are_named(tiny: Callable, tmp_path: Path) -> 
 
 def test_layers_without_entries_have_one_cache(loaded: Callable) -> None:
     facts = loaded(NAME).facts
+    assert "attention torch" in kernel_words(loaded(NAME).kernels)  # as the run summary says
     assert all(isinstance(layer.mixer, CompressedAttention) for layer in facts.layers)
     assert list(facts.entries) == [1, 2, 3, 4] and facts.composed
