@@ -386,6 +386,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attention": partial(segments.attention, lambda q, *rest: norm(q)),
         "attn_out": partial(segments.attn_out, norm),
         "latent_attention": segments.latent_attention,
+        "compressed_attention": segments.compressed_attention,
         "gated_delta": segments.gated_delta,
         "short_conv": segments.short_conv,
         "mamba": segments.mamba,

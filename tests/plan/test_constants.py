@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.boot.boot import ROUNDING
 from localllm.config import KEYS
-from localllm.kernels import rope, sampling, token_index
+from localllm.kernels import compressed, rope, sampling, token_index
 from localllm.kernels.cpu.layers import LARGEST_HEAD
 from localllm.kernels.kv_pages import KV_DTYPES
 from localllm.models.architectures.facts import KV_BYTES
@@ -16,6 +16,7 @@ from localllm.quant.encode import GROUP_SIZES
 def test_numbers_of_the_plan_are_those_of_the_kernels() -> None:
     assert memory.ROPE_BLOCK == rope.BLOCK and memory.LARGEST_HEAD == LARGEST_HEAD
     assert memory.SCORE_BYTES == token_index.SCORE_BYTES
+    assert memory.GATHERED_BYTES == compressed.GATHERED_BYTES
     assert memory.SAMPLER_ROW_BYTES == sampling.MAX_BIAS * (4 + 4)
 
 
