@@ -200,15 +200,37 @@ def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callabl
         ({"layer_types": None, "compress_ratios": [[4]] * 5}, "must list 0, 4 or 128 for each of 5 layers"),
         ({"o_groups": 4}, "6 heads cannot be split evenly into 4 groups"),
         ({"num_key_value_heads": 2}, "with 2 KV heads"),
-        ({"layer_types": ["full_attention"] * 5}, "layers of type full_attention"),
-        ({"layer_types": None, "compress_ratios": [0, 4, 5, 4, 128]}, "must list 0, 4 or 128 for each of 5 layers"),
-        ({"compress_rates": {"compressed_sparse_attention": 3}}, "entries of 3 tokens do not fit in pages of 16"),
-        ({"compress_rates": {"heavily_compressed_attention": 64}}, "is 37, fewer than the tokens of an entry, 64"),
-        ({"index_head_dim": 8}, "attention rotates 10 elements, and an index key has 8"),
-        ({"hc_mult": 1}, "hc_mult: must be 2 to 16, not 1"),
-        ({"num_experts_per_tok": 2}, r"holds I64 \[99, 3\]; 2 experts for 99 tokens are expected"),
-        ({"mlp_layer_types": ["moe"] * 5}, r"gate\.e_score_correction_bias: the tensor is missing"),
-        ({"engram_layer_ids": [2]}, "DeepSeek V4.1 is not supported"),
+        pytest.param(
+            *({"layer_types": ["full_attention"] * 5}, "layers of type full_attention"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(
+                {"layer_types": None, "compress_ratios": [0, 4, 5, 4, 128]},
+                "must list 0, 4 or 128 for each of 5 layers",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"compress_rates": {"compressed_sparse_attention": 3}}, "entries of 3 tokens do not fit in pages of 16"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"compress_rates": {"heavily_compressed_attention": 64}}, "is 37, fewer than the tokens of an entry, 64"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"index_head_dim": 8}, "attention rotates 10 elements, and an index key has 8"), marks=pytest.mark.slow
+        ),
+        pytest.param(*({"hc_mult": 1}, "hc_mult: must be 2 to 16, not 1"), marks=pytest.mark.slow),
+        pytest.param(
+            *({"num_experts_per_tok": 2}, r"holds I64 \[99, 3\]; 2 experts for 99 tokens are expected"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"mlp_layer_types": ["moe"] * 5}, r"gate\.e_score_correction_bias: the tensor is missing"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*({"engram_layer_ids": [2]}, "DeepSeek V4.1 is not supported"), marks=pytest.mark.slow),
     ],
 )
 def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, tiny: Callable, tmp_path: Path) -> None:

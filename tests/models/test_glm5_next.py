@@ -41,6 +41,11 @@ from .test_gguf_models import write_gguf
 from .test_predictor import Checked, loaded_head, own_logits
 from .test_qwen4_exp import Made, logits, prompt, relative_error
 
+SOME_FORMATS = [
+    ("bf16", 0.02),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("fp16", 0.004), ("int8", 0.05))),
+]
+SOME_FORMATS += [("fp8", 0.2)]
 NAME, REACH = "glm5-next", 11  # of the tiny model: two blocks of four tokens and the rest
 
 
@@ -183,6 +188,7 @@ def test_gguf_files_with_what_is_missing_are_refused(
         _ = checkpoint.facts
 
 
+@pytest.mark.slow
 def test_decays_without_a_bound(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
     """Also where GGUF leaves the bound out, and the limit of shared experts that is that of routed ones."""
     config = tiny(NAME).config
@@ -256,7 +262,7 @@ def test_pools_are_stored_without_reading_a_gpu_back(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(wanted.block_keys[0, 0], ((logit + places).softmax(0) * key).sum(0))
 
 
-@pytest.mark.parametrize(("kv", "most"), [("bf16", 0.02), ("fp16", 0.004), ("int8", 0.05), ("fp8", 0.2)])
+@pytest.mark.parametrize(("kv", "most"), SOME_FORMATS)
 def test_other_kv_formats_stay_close(kv: str, most: float, loaded: Callable, paged: Any) -> None:
     """Short sequences, so that rounded index keys cannot choose other blocks; a long one runs."""
     model, ids = loaded(NAME), prompt(REACH, 0)
@@ -371,17 +377,34 @@ def test_ranks_cannot_divide_it_and_the_hint_says_so(loaded: Callable) -> None:
         ({"index_kpool": 3}, "blocks of 3 tokens do not fit in pages of 16"),
         ({"index_topk": 10}, "index_topk: is 10, not a multiple of 4 tokens"),
         ({"index_kpool_compress": False}, "without index_kpool_compress"),
-        ({"index_kpool_always_select_tail": False}, "without index_kpool_always_select_tail"),
-        ({"indexer_types": ["full", "full", "full", "full", "shared"]}, "layers that share an index"),
-        ({"indexer_types": None, "index_topk_pattern": "FFFFS"}, "layers that share an index"),
-        ({"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 4}, "layers that share an index"),
-        ({"indexer_types": ["full"] * 4}, "indexer_types: must name each of 5 layers full or shared"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "with hidden_act gelu_tanh"),
-        ({"qk_rope_head_dim": 10}, "with RoPE"),
-        ({"mhc": False}, "without mhc"),
-        ({"layer_types": ["sliding_attention"] * 5}, "layers of type sliding_attention"),
-        ({"swiglu_limit": -1.0}, "swiglu_limit: must be"),
-        ({"vocab_size": 98}, r"embed_tokens\.weight"),
+        pytest.param(
+            *({"index_kpool_always_select_tail": False}, "without index_kpool_always_select_tail"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"indexer_types": ["full", "full", "full", "full", "shared"]}, "layers that share an index"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"indexer_types": None, "index_topk_pattern": "FFFFS"}, "layers that share an index"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 4}, "layers that share an index"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"indexer_types": ["full"] * 4}, "indexer_types: must name each of 5 layers full or shared"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*({"hidden_act": "gelu_pytorch_tanh"}, "with hidden_act gelu_tanh"), marks=pytest.mark.slow),
+        pytest.param(*({"qk_rope_head_dim": 10}, "with RoPE"), marks=pytest.mark.slow),
+        pytest.param(*({"mhc": False}, "without mhc"), marks=pytest.mark.slow),
+        pytest.param(
+            *({"layer_types": ["sliding_attention"] * 5}, "layers of type sliding_attention"), marks=pytest.mark.slow
+        ),
+        pytest.param(*({"swiglu_limit": -1.0}, "swiglu_limit: must be"), marks=pytest.mark.slow),
+        pytest.param(*({"vocab_size": 98}, r"embed_tokens\.weight"), marks=pytest.mark.slow),
     ],
 )
 def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, tiny: Callable, tmp_path: Path) -> None:
