@@ -24,6 +24,7 @@ from .kv_pages import CompressedPages, KVPages
 from .layer_weights import CompressedWeights, View, product
 from .mixers import add_output, norm_rows
 from .reference import kv_write
+from .sparse import highest
 
 ENTRY_TILE = 64  # entries of one product
 GATHERED_BYTES = 32 << 20  # memory for gathered keys: queries are processed in pieces
@@ -214,8 +215,9 @@ def _attend(
     found = []
     for first in range(0, count, at_once):
         queries = q[first : first + at_once].float() * weights.scale
-        at = torch.arange(one.position + first, one.position + first + len(queries), device=q.device)
-        tiles = [_window_tile(queries, weights.window, size, window, page_ids, at)]
+        position = one.position + first
+        at = torch.arange(position, position + len(queries), device=q.device)
+        tiles = [_window_tile(queries, weights.window, size, window, page_ids, position)]
         if entries is not None and entry_pages is not None and most:
             seen = ((at + 1) // weights.ratio).unsqueeze(1)
             numbers = torch.arange(tiled, device=q.device).unsqueeze(0)
@@ -234,14 +236,14 @@ def _attend(
 
 
 def _window_tile(
-    queries: Tensor, window: int, size: int, pages: KVPages, page_ids: Tensor, at: Tensor
+    queries: Tensor, window: int, size: int, pages: KVPages, page_ids: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
     """Scores and values of the last tokens: [queries, heads, size], [queries, size, dim].
 
-    at   positions of the queries
+    position   of the first query
     """
-    tokens = torch.arange(int(at[0]) - size + 1, int(at[-1]) + 1, device=at.device)
-    absent = tokens < max(0, int(at[0]) - window + 1)  # these pages may be those of other sequences
+    tokens = torch.arange(position - size + 1, position + len(queries), device=queries.device)
+    absent = tokens < max(0, position - window + 1)  # these pages may be those of other sequences
     rows = page_ids[tokens.clamp(min=0) // pages.k.shape[2]].clamp(min=0).long()
     places = rows * pages.k.shape[2] + tokens.clamp(min=0) % pages.k.shape[2]
     keys = pages.k.flatten(0, 2)[places]
@@ -252,7 +254,7 @@ def _window_tile(
     keys = keys.masked_fill(absent.unsqueeze(-1), 0.0).unfold(0, size, 1).transpose(1, 2).contiguous()
     scores = torch.bmm(queries, keys.transpose(1, 2))
     numbers = tokens.unfold(0, size, 1)
-    hidden = (numbers < 0) | (numbers <= at.unsqueeze(1) - window)
+    hidden = (numbers < 0) | (numbers <= numbers[:, -1:] - window)
     return scores.masked_fill_(hidden.unsqueeze(1), float("-inf")), keys
 
 
@@ -274,10 +276,8 @@ def _chosen(
     number = torch.arange(whole, device=queries.device)
     keys = entries.rows[..., entries.dim :][entries.places(number, page_ids)]
     scores = index_scores(queries, keys, None, shares).masked_fill_(number >= seen, float("-inf"))
-    least = scores.topk(min(top, whole), sorted=False).values.amin(1, keepdim=True)
-    taken, equal = scores > least, scores == least
-    taken |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - taken.sum(1, keepdim=True))
-    found = torch.where(taken & (number < seen), number, whole).topk(min(top, whole), largest=False).values
+    taken = highest(scores, top) & (number < seen)
+    found = torch.where(taken, number, whole).topk(min(top, whole), largest=False).values
     return torch.cat([found, found.new_full((len(found), tiled - found.shape[1]), whole)], 1)
 
 

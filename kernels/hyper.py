@@ -2,8 +2,8 @@
 
 Qwen3.8-Flash-Next   a block reads a mean of the normed streams, gated value by value, and its output is added to every
                      stream, multiplied by a gain per token and stream
-GLM-5.3 Flash (mHC)  a block reads a weighted sum of the streams; afterwards a doubly stochastic matrix mixes these, and
-                     the output is added to each, multiplied by a gain; all weights depend on the token
+GLM-5.3 Flash,       mHC: a block reads a weighted sum of the streams; afterwards a doubly stochastic matrix mixes
+DeepSeek V4          these, and the output is added to each, multiplied by a gain; all weights depend on the token
 
 Plain PyTorch. Batch-invariant: sums run within a row, over streams in their order.
 """
@@ -51,13 +51,11 @@ def hyper_in(rms_norm: Callable[..., Tensor], x: Tensor, weights: HyperWeights |
 
 
 def _mixed_in(x: Tensor, weights: MixedWeights) -> tuple[Tensor, Tensor]:
-    count, streams = weights.count, x.float()
-    size = streams.pow(2).mean(-1, keepdim=True).add_(weights.norm_eps).rsqrt_()
-    made = torch.stack([weights.fn @ row for row in streams]) if len(x) else streams[:, : len(weights.base)]
+    count = weights.count
     before, after, matrix = (
         part.mul(scale).add_(base)
         for part, scale, base in zip(
-            (made * size).split([count, count, count**2], -1),
+            _normed_products(x, weights.fn, weights.norm_eps).split([count, count, count**2], -1),
             weights.scale,
             weights.base.split([count, count, count**2]),
             strict=True,
@@ -70,11 +68,24 @@ def _mixed_in(x: Tensor, weights: MixedWeights) -> tuple[Tensor, Tensor]:
     for _ in range(weights.rounds - 1):
         matrix = matrix / (_sum(matrix, -1) + weights.eps)
         matrix = matrix / (_sum(matrix, -2) + weights.eps)
-    before, parts = sigmoid(before).add_(weights.eps).unsqueeze(-1), streams.unflatten(-1, (count, -1))
+    return _weighted(x, before, weights), torch.cat([sigmoid(after).mul_(2.0), matrix.flatten(1)], -1)
+
+
+def _normed_products(x: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """The products of all normed streams with the rows of fn: float32 [num_tokens, rows]."""
+    streams = x.float()
+    size = streams.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    made = torch.stack([fn @ row for row in streams]) if len(x) else streams[:, : len(fn)]
+    return made.mul(size)
+
+
+def _weighted(x: Tensor, before: Tensor, weights: MixedWeights) -> Tensor:
+    """The sum of the streams, weighted by the sigmoids of `before` [num_tokens, count]: [num_tokens, hidden]."""
+    before, parts = sigmoid(before).add_(weights.eps).unsqueeze(-1), x.float().unflatten(-1, (weights.count, -1))
     mixed = parts[:, 0] * before[:, 0]
-    for stream in range(1, count):
+    for stream in range(1, weights.count):
         mixed = mixed + parts[:, stream] * before[:, stream]
-    return mixed.to(x.dtype), torch.cat([sigmoid(after).mul_(2.0), matrix.flatten(1)], -1)
+    return mixed.to(x.dtype)
 
 
 def _sum(matrix: Tensor, dim: int) -> Tensor:
@@ -104,15 +115,7 @@ def weighted_stream(x: Tensor, weights: MixedWeights) -> Tensor:
     """The weighted sum of the streams that is the model's output: [num_tokens, count * hidden] -> [.., hidden]."""
     assert weights.final is not None
     fn, base, scale = weights.final
-    streams = x.float()
-    size = streams.pow(2).mean(-1, keepdim=True).add_(weights.norm_eps).rsqrt_()
-    made = torch.stack([fn @ row for row in streams]) if len(x) else streams[:, : weights.count]
-    before = sigmoid((made * size).mul_(scale).add_(base)).add_(weights.eps).unsqueeze(-1)
-    parts = streams.unflatten(-1, (weights.count, -1))
-    mixed = parts[:, 0] * before[:, 0]
-    for stream in range(1, weights.count):
-        mixed = mixed + parts[:, stream] * before[:, stream]
-    return mixed.to(x.dtype)
+    return _weighted(x, _normed_products(x, fn, weights.norm_eps).mul_(scale).add_(base), weights)
 
 
 def mean_stream(x: Tensor, count: int) -> Tensor:

@@ -148,6 +148,13 @@ def index_tile(keys: Tensor) -> int:
     return INDEX_TILE if keys.device.type == "cpu" else max(1, keys.shape[0])
 
 
+def highest(scores: Tensor, top: int) -> Tensor:
+    """Which scores of each row are among the `top` highest, of equal ones the first: bool [rows, scores]."""
+    least = scores.topk(min(top, scores.shape[1]), sorted=False).values.amin(1, keepdim=True)
+    found, equal = scores > least, scores == least
+    return found | equal & (equal.cumsum(1, dtype=torch.int32) <= top - found.sum(1, keepdim=True))
+
+
 def choose_blocks(
     scores: Tensor, block_table: Tensor, seq_lens: Tensor, ratio: int, top: int, per_page: int, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
@@ -164,10 +171,7 @@ def choose_blocks(
     whole = (seq_lens.long() // ratio).unsqueeze(1)
     number = torch.arange(blocks, device=scores.device)
     scores.masked_fill_(number >= whole, float("-inf"))
-    least = scores.topk(min(top, blocks), sorted=False).values.amin(1, keepdim=True)
-    seen, equal = scores > least, scores == least
-    seen |= equal & (equal.cumsum(1, dtype=torch.int32) <= top - seen.sum(1, keepdim=True))
-    seen &= number < whole
+    seen = highest(scores, top) & (number < whole)
     num_seen, rest = whole.clamp(max=top), seq_lens.unsqueeze(1) % ratio
     chosen = torch.full((count, top + 1), -1, dtype=torch.int64, device=scores.device)
     if reads_back(scores):

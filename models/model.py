@@ -137,6 +137,8 @@ class Model:
         self._cut: tuple[object, object, tuple[int, ...], Sequence[Any]] | None = None
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # applied to pooled vectors
         self._ropes = tuple(ropes)
+        # whether token ids choose some layer's experts
+        self._routes_ids = any(isinstance(one.ffn, ExpertsWeights) and one.ffn.table is not None for one in layers)
         self._view_keys, views = layer_views(facts)
         self.adapters: Adapters | None = None  # adapter slots, created with the first adapter
         self._span = slice(*span) if span is not None else slice(None)
@@ -155,7 +157,7 @@ class Model:
         """
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
-        if any(isinstance(ffn, ExpertsWeights) and ffn.table is not None for _, ffn, _ in self._calls):
+        if self._routes_ids:
             inputs = batch.token_ids
         if self.ngrams is not None:
             inputs = self.ngrams(batch, cache, x.dtype) if batch.ngram_rows is None else batch.ngram_rows

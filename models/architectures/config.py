@@ -67,9 +67,9 @@ class Config(ABC):
         inner = f"{end}{self.names.inner.get(module, module)}.{suffix}"
         return any(name.startswith(start) and name.endswith(inner) for name in self.checkpoint.tensors)
 
-    def stores_module(self, module: str) -> bool:
-        """Whether layer 0 has this module, in any format."""
-        start = f"{self.names.source(f'model.layers.0.{module}')}."
+    def stores_module(self, module: str, layer: int = 0) -> bool:
+        """Whether a layer has this module, in any format."""
+        start = f"{self.names.source(f'model.layers.{layer}.{module}')}."
         return any(name.startswith(start) for name in self.checkpoint.tensors)
 
     def stores_scale(self) -> bool:

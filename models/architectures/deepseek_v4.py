@@ -154,7 +154,7 @@ class DeepseekV4(Architecture):
         ratios = [int(one) for one in listed][: config.num_layers] if stated else []
         if len(ratios) < config.num_layers or not all(0 <= one <= MAX_CONTEXT for one in ratios):
             raise keys.fail("attention.compress_ratios", f"must hold a number of tokens for {config.num_layers} layers")
-        with_index = [_stores(config, layer, f"{_INDEXER}.q_b_proj") for layer in range(config.num_layers)]
+        with_index = [config.stores_module(f"{_INDEXER}.q_b_proj", layer) for layer in range(config.num_layers)]
         names = tuple(f"attention.indexer.{name}" for name in ("head_count", "key_length", "top_k"))
         attention = _attention(
             config, plain, keys.integer("attention.q_lora_rank", 1, MAX_HIDDEN),
@@ -188,11 +188,6 @@ class DeepseekV4(Architecture):
         top |= {"lm_head": "head"} | {f"model.hc_head_{part}": f"{start}{mixer}_{part}" for part in _HEAD}
         parts = (f"{start}layers.", *(f"{name}." for name in top.values()))  # not the MTP head
         return NameMap(top, f"{start}layers.{{}}.", inner, text=parts)
-
-
-def _stores(config: Config, layer: int, module: str) -> bool:
-    start = f"{config.names.source(f'model.layers.{layer}.{module}')}."
-    return any(name.startswith(start) for name in config.checkpoint.tensors)
 
 
 def _kinds(config: HfConfig) -> list[str]:

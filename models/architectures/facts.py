@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from localllm.checkpoint.shards import BLOCK
 from localllm.checkpoint.text_modules import Projection
 
 from .layers import (
@@ -31,7 +32,6 @@ from .layers import (
 from .mixers import EXPANDED, GROUPED_OUT, Attention, CompressedAttention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
-FP8_BLOCK = 128
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
@@ -291,7 +291,7 @@ def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
     found = {}
     for index, layer in enumerate(facts.layers):
         latent = isinstance(layer.mixer, LatentAttention) and not layer.mixer.by_head
-        shares = isinstance(layer.mixer, CompressedAttention) and layer.mixer.out_rank % FP8_BLOCK
+        shares = isinstance(layer.mixer, CompressedAttention) and layer.mixer.out_rank % BLOCK
         if latent or shares:  # groups whose rows share a block of scales
             module = EXPANDED if latent else GROUPED_OUT
             found[f"model.layers.{index}.{module}"] = linear_shapes(layer, facts.hidden_size)[module]

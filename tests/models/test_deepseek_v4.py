@@ -25,12 +25,11 @@ from localllm.models.architectures.facts import entry_views, kept_bytes, kv_byte
 from localllm.models.architectures.mixers import CompressedAttention, Entries
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import layer_samples, model_shapes
-from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 from localllm.quant.encode import Target, encode
 
 from .test_gguf_models import write_gguf
-from .test_qwen4_exp import Made, logits, prompt, relative_error
+from .test_qwen4_exp import held_and_planned, logits, prompt, relative_error
 
 NAME = "deepseek-v4"
 
@@ -180,15 +179,10 @@ def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callabl
     values |= {"hidden_size": 128, "max_position_embeddings": 4096, "index_topk": 64}
     with open_model(tiny_of("deepseek_v4", values).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=True))
-    driver, rows = paged(model, num_pages=192), 512
-    for ctx in (rows, 2560):
-        while len(driver.tokens.get(0, ())) < ctx - rows:
-            driver.step({0: prompt(512)})
-        batch, made = driver.batch({0: prompt(rows)}), Made()
-        with made, torch.inference_mode():
-            model.forward(batch, driver.cache)
-        planned = activation_bytes(model.facts, rows, 4) + index_bytes(model.facts, rows, ctx)
-        assert 0.1 * planned < made.most < planned
+    driver = paged(model, num_pages=192)
+    for ctx in (512, 2560):
+        held, planned = held_and_planned(driver, ctx)
+        assert 0.1 * planned < held < planned
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,12 @@ from localllm.models.architectures.mixers import KimiDelta, LatentAttention
 from localllm.models.architectures.sharding import check_world
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import layer_samples, model_shapes
-from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 
 from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
 from .test_predictor import Checked, loaded_head, own_logits
-from .test_qwen4_exp import Made, logits, prompt, relative_error
+from .test_qwen4_exp import held_and_planned, logits, prompt, relative_error
 
 SOME_FORMATS = [
     ("bf16", 0.02),
@@ -351,15 +350,10 @@ def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callabl
     vision = {key: value for key, value in config["vision_config"].items() if key != "model_type"}
     with open_model(tiny_of("glm5_next", {"text_config": text, "vision_config": vision}).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=True))
-    driver, rows = paged(model, num_pages=192), 512
-    for ctx in (rows, 3072):
-        while len(driver.tokens.get(0, ())) < ctx - rows:
-            driver.step({0: prompt(512)})
-        batch, made = driver.batch({0: prompt(rows)}), Made()
-        with made, torch.inference_mode():
-            model.forward(batch, driver.cache)
-        planned = activation_bytes(model.facts, rows, 4) + index_bytes(model.facts, rows, ctx)
-        assert 0.15 * planned < made.most < planned
+    driver = paged(model, num_pages=192)
+    for ctx in (512, 3072):
+        held, planned = held_and_planned(driver, ctx)
+        assert 0.15 * planned < held < planned
 
 
 def test_ranks_cannot_divide_it_and_the_hint_says_so(loaded: Callable) -> None:

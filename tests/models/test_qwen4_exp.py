@@ -443,6 +443,17 @@ class Made(TorchDispatchMode):
         self.live -= size
 
 
+def held_and_planned(driver: Any, ctx: int, rows: int = 512) -> tuple[int, int]:
+    """Bytes held by the step of a sequence that has `ctx` tokens after it, and those that the plan counts."""
+    facts = driver.model.facts
+    while len(driver.tokens.get(0, ())) < ctx - rows:
+        driver.step({0: prompt(512)})
+    batch, made = driver.batch({0: prompt(rows)}), Made()
+    with made, torch.inference_mode():
+        driver.model.forward(batch, driver.cache)
+    return made.most, activation_bytes(facts, rows, 4) + index_bytes(facts, rows, ctx)
+
+
 def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
     """A short text, whose worst moment is the convolution of the n-grams, and a long one, which chooses blocks."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "hc_count": 4, "ple_embed_dim": 64}
@@ -450,15 +461,10 @@ def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callabl
     config = {key: value for key, value in tiny(NAME).config.items() if key != "model_type"}
     with open_model(tiny_of("qwen4_exp_text", config | sizes).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=True))
-    driver, rows = paged(model, num_pages=192), 512
-    for ctx, least in ((rows, 0.7), (3072, 0.2)):
-        while len(driver.tokens.get(0, ())) < ctx - rows:
-            driver.step({0: prompt(512)})
-        batch, made = driver.batch({0: prompt(rows)}), Made()
-        with made, torch.inference_mode():
-            model.forward(batch, driver.cache)
-        planned = activation_bytes(model.facts, rows, 4) + index_bytes(model.facts, rows, ctx)
-        assert least * planned < made.most < planned
+    driver = paged(model, num_pages=192)
+    for ctx, least in ((512, 0.7), (3072, 0.2)):
+        held, planned = held_and_planned(driver, ctx)
+        assert least * planned < held < planned
 
 
 def test_ranks_cannot_divide_it_and_no_hint_says_so(loaded: Callable) -> None:
