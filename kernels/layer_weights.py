@@ -352,7 +352,13 @@ class CompressedWeights:
     back: Tensor | None = None  # as in `IndexWeights`
     index: EntryIndexWeights | None = None
     entry_view: int = -1  # the view of the entries
+    stacked: LinearPart | None = None  # `narrow` as one part, where layouts allow it
     hyper: MixedWeights | None = None  # see `MixedWeights`
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """(KV heads, key dim, value dim) of the pages of its last tokens: keys are values."""
+        return 1, self.head_dim, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,6 +523,25 @@ FUSED_LATENT = frozenset(
     (
         *("norm", "qkv", "q_up", "q_norm", "kv_norm", "k_up", "v_up", "out", "rank", "turned", "scale"),
         *("interleaved", "post_norm", "temperature", "gated", "hyper", "index"),
+    )
+)
+FUSED_COMPRESSED = frozenset(
+    (
+        *(
+            "norm",
+            "inputs",
+            "q_norm",
+            "q_up",
+            "head_norm",
+            "kv_norm",
+            "narrow",
+            "out",
+            "sinks",
+            "num_heads",
+            "head_dim",
+        ),
+        *("scale", "window", "interleaved", "pools", "ratio", "overlaps", "back", "index", "entry_view", "stacked"),
+        "hyper",
     )
 )
 FUSED_DELTA = frozenset(

@@ -446,6 +446,11 @@ def _compressed_attention(layer: LayerReader, facts: CompressedAttention) -> Com
         rows = layer.linear("compressor", *(f"{start}.{kind}_proj" for kind in ("kv", "gate")))
         return PoolWeights(rows, layer.vector(f"{start}.position_bias"), layer.norm(f"{start}.kv_norm", width))
 
+    stack = Stack(facts.groups)
+    for group in groups:
+        if group is not None:
+            stack.add(layer.part("o", GROUPED_OUT, group))
+    narrow, stacked = stack.finished()
     return CompressedWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         inputs=layer.linear("qkv", "self_attn.q_a_proj", "self_attn.kv_proj"),
@@ -453,7 +458,8 @@ def _compressed_attention(layer: LayerReader, facts: CompressedAttention) -> Com
         q_up=layer.linear("q_b", "self_attn.q_b_proj"),
         head_norm=layer.plain_norm(facts.head_dim),
         kv_norm=layer.norm("self_attn.kv_norm", facts.head_dim),
-        narrow=tuple(layer.part("o", GROUPED_OUT, group) for group in groups if group is not None),
+        narrow=narrow,
+        stacked=stacked,
         out=layer.linear("o", "self_attn.o_b_proj"),
         sinks=layer.vector("self_attn.sinks"),
         num_heads=facts.num_heads,

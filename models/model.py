@@ -127,8 +127,10 @@ class Model:
         unused = {name for name, kind in (("mlp", MlpWeights), ("experts", ExpertsWeights)) if kind not in feeds}
         unused |= {"decoder", "step"} if facts.hyper is not None else set()  # such layers run one by one
         self.kernels = {name: impl for name, impl in table.ops if name not in unused}
-        if any(isinstance(layer.mixer, CompressedWeights) for layer in layers):  # has no other implementation
-            self.kernels["attention"] = "torch"
+        compresses = any(isinstance(layer.mixer, CompressedWeights) for layer in layers)
+        entries = self.kernels.pop("compressed_attention", "torch")
+        if compresses:
+            self.kernels["attention"] = entries
         self.tower: AnyTower | None = None  # vision tower, set by the loader
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.ngrams: NGramRows | None = None  # table of n-gram embeddings, set by the loader

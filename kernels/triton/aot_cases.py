@@ -15,11 +15,23 @@ from torch import Tensor
 
 from ..experts import tile_size
 from ..kv_pages import KVPages
-from ..layer_weights import ExpertsWeights, HyperWeights, LatentWeights, Linear, LinearPart, MixedWeights, Norm
+from ..layer_weights import (
+    CompressedWeights,
+    EntryIndexWeights,
+    ExpertsWeights,
+    HyperWeights,
+    LatentWeights,
+    Linear,
+    LinearPart,
+    MixedWeights,
+    Norm,
+    PoolWeights,
+)
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
+from .compressed import attended, choose_entries, completed, turned
 from .experts import routed, sorted_by_expert, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .hyper import hyper_in, hyper_out
@@ -166,10 +178,11 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     expected = {
         "decode_split": "" if card.capability < 80 else "v_" if card.capability >= AMD else "mma",
         "_chunks": "mma.sync",
+        "split_entries": "mma",
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
     calls = *_row_calls(dtype), *_page_calls(dtype), *_gate_calls(dtype), *_attention_calls(dtype, card)
-    layers = *_state_calls(dtype, card), *_latent_calls(dtype, card), *_hyper_calls(dtype)
+    layers = *_state_calls(dtype, card), *_latent_calls(dtype, card), *_entry_calls(dtype, card), *_hyper_calls(dtype)
     for op, label, call in (*calls, *layers):
         for number, launch in enumerate(_recorded(card, call), 1):
             kernel = launch.kernel.__name__
@@ -207,6 +220,74 @@ def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         weights = latent_weights(dtype, heads, query_rank, still, gated=heads == 16)
         call = partial(latent_step, _meta(dtype, 1, 2048), weights, latent_pages(kv_format), view, bounds, lengths)
         yield "latent_attention", f"{kv_format} {heads} heads of {still}, step", call
+
+
+def _entry_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
+    """Compressed attention of DeepSeek V4 Flash: no entries, entries of 4 tokens and their index, entries of 128."""
+    if not 80 <= card.capability < AMD:
+        return
+    table, slots, count = _meta(torch.int32, 1, 2048), _meta(torch.int64, 1), _meta(torch.int32, 1)
+    where, angles = (_meta(torch.int32, 2), count), (_meta(torch.float32, 1, 32),) * 2
+    native, op, heads = TYPES[dtype].removeprefix("*"), "compressed_attention", _meta(dtype, 1, 64, 512)
+    for kv_format in (native, "int8", "fp8"):
+        for ratio in (0, 4, 128):
+            weights, window = entry_weights(dtype, ratio), _pages(kv_format, 1, 16, 512)
+            window, entries = window._replace(v=window.v[..., :0]), None
+            made = [_meta(dtype, 1, pool.rows.out_features) for pool in weights.pools]
+            if ratio:
+                window = window._replace(index_keys=_meta(torch.bfloat16, 1, 16, sum(one.shape[1] for one in made)))
+                width = sum(pool.norm.weight.shape[0] for pool in weights.pools)
+                entries = KVPages(window.v, window.v, block_keys=_meta(torch.bfloat16, 1, 16 // min(ratio, 16), width))
+            label, chosen = f"{kv_format} entries of {ratio}", None
+            if entries is not None and weights.index is not None:
+                chosen = _meta(torch.int32, 1, weights.index.top + 1), count
+            kept = _meta(dtype, 1, 512), weights.kv_norm, window, slots, made
+            yield op, f"{label}, heads", partial(turned, heads, angles, weights.head_norm, kept)
+            given = heads, weights, window, entries, (table, table), chosen, where, False
+            yield op, f"{label}{', step' * (kv_format != native)}", partial(attended, *given)
+            if kv_format == native and entries is not None:
+                rest = weights, window, entries, angles, table, slots, where
+                yield op, f"{label}, made, step", partial(completed, *rest)
+                if weights.index is not None:
+                    asked = _meta(dtype, 1, 64, 128), _meta(dtype, 1, 64)
+                    call = partial(choose_entries, asked, weights.index.top, weights, entries, table, where)
+                    yield op, f"{label}, chosen, step", call
+    yield op, "rotated back", partial(turned, heads, angles, sign=-1.0)
+    yield op, "index queries", partial(turned, _meta(dtype, 1, 64, 128), angles)
+
+
+def entry_weights(dtype: torch.dtype, ratio: int) -> CompressedWeights:
+    """Weights of a layer of compressed attention; entries of four tokens overlap and have an index."""
+    part, linear, sets = partial(_dense_part, dtype), partial(_dense_linear, dtype), 1 + (ratio == 4)
+
+    def norm(size: int) -> Norm:
+        return Norm(_meta(torch.float32, size), 1e-6)
+
+    def pool(width: int) -> PoolWeights:
+        return PoolWeights(linear(2 * sets * width, 4096), _meta(torch.float32, ratio, sets * width), norm(width))
+
+    return CompressedWeights(
+        norm=norm(4096),
+        inputs=linear(1024 + 512, 4096),
+        q_norm=norm(1024),
+        q_up=linear(64 * 512, 1024),
+        head_norm=norm(512),
+        kv_norm=norm(512),
+        narrow=(linear(1024, 4096),) * 8,
+        out=linear(4096, 8192),
+        sinks=_meta(torch.float32, 64),
+        num_heads=64,
+        head_dim=512,
+        scale=512**-0.5,
+        window=128,
+        interleaved=True,
+        pools=(pool(512), pool(128))[: sets * bool(ratio)],
+        ratio=ratio,
+        overlaps=ratio == 4,
+        back=_meta(torch.float32, 2, 32) if ratio else None,
+        index=EntryIndexWeights(linear(64 * 128, 1024), linear(64, 4096), 64, 512) if ratio == 4 else None,
+        stacked=part(8192, 4096),
+    )
 
 
 def latent_pages(kv_format: str, page: int = 16, turned: int = 64) -> KVPages:

@@ -144,6 +144,7 @@ _nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
 _PRODUCT = _lazily("product", "linear")
 _NARROW = _lazily("narrow", "narrow_product")
 _LATENTS = _lazily("latent", "latent_attention")
+_ENTRIES = _lazily("compressed", "compressed_attention")
 _ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
@@ -171,6 +172,10 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "latent_attention": (
         Impl("latent_attention", "triton", partial(_latents_fit, whole_chunks=True), _LATENTS),
         Impl("latent_attention", "triton_invariant", _latents_fit, partial(_LATENTS, by_token=True)),
+    ),
+    "compressed_attention": (
+        Impl("compressed_attention", "triton", partial(_latents_fit, whole_chunks=True), _ENTRIES),
+        Impl("compressed_attention", "triton_invariant", _latents_fit, partial(_ENTRIES, by_token=True)),
     ),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attention": _impl("attention", "segments", _gates_fit),

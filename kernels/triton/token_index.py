@@ -136,7 +136,8 @@ def index_pool(keys: Tensor, places: Tensor, pages: KVPages, slot_mapping: Tenso
 def _score_keys(
     q, keys, block_table, shares, out, num_queries, num_keys, table_stride,
     HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr, SHARES: tl.constexpr, INTERPRET: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    SHARES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Sum over HEADS of relu(q · k) of QUERIES queries and KEYS keys; heads are padded to PADDED.
 
@@ -158,13 +159,15 @@ def _score_keys(
     for start in tl.static_range(0, DIM, STEP):
         d = start + tl.arange(0, STEP)
         left = tl.load(from_q[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
-        right = tl.load(keys + at[None, :] * DIM + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0)
+        right = tl.load(
+            keys + at[None, :] * KEY_STRIDE + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
+        )
         if INTERPRET or left.dtype != right.dtype:
             left, right = left.to(tl.float32), right.to(tl.float32)
         products = tl.dot(left, right, products, input_precision="ieee")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if SHARES:
-        products *= tl.load(shares + query * HEADS + row % PADDED, mask=ok, other=0.0)[:, None]
+        products *= tl.load(shares + query * HEADS + row % PADDED, mask=ok, other=0.0).to(tl.float32)[:, None]
     total = tl.sum(tl.reshape(products, [QUERIES, PADDED, KEYS]), 1)
     total = tl.where(total == total, total, 0.0)
     query = tl.program_id(1).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
@@ -173,7 +176,7 @@ def _score_keys(
 
 
 def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
-    """`sparse.index_scores`."""
+    """`sparse.index_scores`; keys may be parts of longer rows, and shares may have 16 bits."""
     count, heads, dim = q.shape
     per_page = 0 if block_table is None else keys.shape[1]
     table = keys if block_table is None else block_table
@@ -188,8 +191,11 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, sha
     tile = max(16, min(KEYS, (SCORES if fast else SCORES // 4) // (queries * padded)))
     sizes = {"HEADS": heads, "PADDED": padded, "DIM": dim, "STEP": step, "QUERIES": queries, "KEYS": tile}
     grid = -(-num_keys // tile), -(-count // queries)
-    given = out if shares is None else shares.float().contiguous()
-    tensors = q.contiguous(), keys.contiguous(), table, given, out, count, num_keys, table.stride(0)
+    given = out if shares is None else shares.contiguous()
+    stride = keys.stride(-2)
+    if keys.stride(-1) != 1 or per_page and keys.stride(0) != per_page * stride:
+        keys, stride = keys.contiguous(), dim
+    tensors = q.contiguous(), keys, table, given, out, count, num_keys, table.stride(0)
     launch(
         _score_keys,
         grid,
@@ -197,6 +203,7 @@ def index_scores(q: Tensor, keys: Tensor, block_table: Tensor | None = None, sha
         num_warps=4 if fast else 8,
         **sizes,
         PER_PAGE=per_page,
+        KEY_STRIDE=stride,
         SHARES=shares is not None,
         INTERPRET=interpreting(),
     )

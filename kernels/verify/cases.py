@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from ..kv_codes import decode
-from ..kv_pages import KVPages
+from ..kv_pages import CompressedPages, KVPages
 from ..layer_weights import Norm
 from ..registry import OpFacts
 
@@ -130,8 +130,10 @@ def copied(pages: KVPages) -> KVPages:
     return KVPages(*(None if part is None else part.clone() for part in pages))
 
 
-def numbers(pages: KVPages) -> tuple[Tensor, ...]:
+def numbers(pages: KVPages | CompressedPages) -> tuple[Tensor, ...]:
     """Dequantized keys and values, float32 [num_pages, num_kv_heads, page_size, head_dim] each; then index keys."""
+    if isinstance(pages, CompressedPages):
+        return tuple(part for kept in pages for part in numbers(kept) if part.numel())
     index = tuple(part.float() for part in (pages.index_keys, pages.block_keys) if part is not None)
     if pages.k_scales is None or pages.v_scales is None:
         return pages.k.float(), pages.v.float(), *index

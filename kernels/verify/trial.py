@@ -20,7 +20,7 @@ from torch import Tensor
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
 from ..experts import tokens_of_tiles
-from ..kv_pages import KVPages
+from ..kv_pages import CompressedPages, KVPages
 from ..layer_weights import (
     AttentionWeights,
     CompressedWeights,
@@ -321,6 +321,9 @@ class SegmentTrial:
 
     def _steps(self, name: str, device_type: str) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(query_len, seq_len) of the sequences of each step; on a GPU, experts get a prompt for every tile size."""
+        if name == "compressed_attention":  # the last token of an entry, also of the largest
+            most = max((mixer.ratio for mixer, *_ in self.layers if isinstance(mixer, CompressedWeights)), default=0)
+            return (*SEGMENT_STEPS.get(device_type, SEGMENT_STEPS["cuda"]), ((1, 2 * most or 1),))
         if device_type == "cpu" or name != "experts":
             return SEGMENT_STEPS.get(device_type, SEGMENT_STEPS["cuda"])
         mixtures = {(len(mlp.down), mlp.top_k) for _, mlp, _ in self.layers if isinstance(mlp, ExpertsWeights)}
@@ -345,7 +348,8 @@ class SegmentTrial:
         at = torch.tensor(positions, device=device)
         table = torch.tensor(rows, dtype=torch.int32, device=device)
         where = torch.tensor(slots, device=device)
-        views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
+        last = max(max(view, getattr(mixer, "entry_view", view)) for mixer, _, view in self.layers)
+        views = [(*self.rotations(view, at), table, where) for view in range(1 + last)]
         lens = torch.tensor([length for _, length in self.step], dtype=torch.int32, device=device)
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         return x.to(device, getattr(torch, facts.dtype)), num_pages, views, cu, lens, at
@@ -375,7 +379,8 @@ class SegmentTrial:
             return None
         if isinstance(mixer, AttentionWeights | LatentWeights):
             return copied(self._filled_pages(mixer))
-        assert not isinstance(mixer, CompressedWeights), "no fused segment takes such a layer"
+        if isinstance(mixer, CompressedWeights):
+            return self._filled_entries(mixer)
         return _between(self._filled_states(mixer))
 
     def _filled_states(self, mixer: DeltaWeights | ConvWeights | MambaWeights) -> StateSlots:
@@ -400,8 +405,11 @@ class SegmentTrial:
         return self._states[id(mixer)]
 
     def _per_layer_inputs(self) -> Tensor | None:
-        """Random per-layer inputs or n-gram embeddings, if the layers use them."""
+        """Random per-layer inputs, n-gram embeddings, or ids that choose experts, if the layers use them."""
         x, generator = self._made[0], seeded(24)
+        for _, ffn, _ in self.layers:
+            if isinstance(ffn, ExpertsWeights) and ffn.table is not None:
+                return torch.randint(len(ffn.table), (x.shape[0],), generator=generator).to(x.device)
         for mixer, *_ in self.layers:
             if isinstance(mixer, DeltaWeights) and mixer.ngrams is not None:
                 size = mixer.ngrams.key.parts[0].shape[1]
@@ -411,13 +419,29 @@ class SegmentTrial:
             return None
         return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
 
-    def _filled_pages(self, mixer: AttentionWeights | LatentWeights) -> KVPages:
+    def _filled_entries(self, mixer: CompressedWeights) -> LayerCache:
+        """Random pages of the last tokens, of what entries are made of, and of entries."""
+        window, size, generator = copied(self._filled_pages(mixer)), self.shapes.facts.page_size, seeded(29)
+        if not mixer.pools:
+            return window
+        widths = [pool.norm.weight.shape[0] for pool in mixer.pools]
+        dtype = torch.float32 if window.format == "f32" else torch.bfloat16
+        shapes = (
+            (size, sum(pool.rows.out_features for pool in mixer.pools)),
+            (size // min(mixer.ratio, size), sum(widths)),
+        )
+        made, entries = (torch.randn((len(window.k), *shape), generator=generator) for shape in shapes)
+        made, entries = made.to(window.k.device, dtype), entries.to(window.k.device, dtype)
+        own = KVPages(window.k[..., :0], window.v, None, None, made[..., :0], entries)
+        return CompressedPages(window._replace(index_keys=made, block_keys=made[:, :1, :0]), own)
+
+    def _filled_pages(self, mixer: AttentionWeights | LatentWeights | CompressedWeights) -> KVPages:
         """Pages with random keys and values for one layer's heads, which may differ between layers."""
         facts, (kv_heads, *dims) = self.shapes.facts, mixer.kept
         if mixer.kept not in self._pages:
             num_pages, generator = self._made[1], seeded(22)
             cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
-            if (index := mixer.index) is not None:
+            if not isinstance(mixer, CompressedWeights) and (index := mixer.index) is not None:
                 token, block, ratio = index.kept
                 rows = (facts.page_size, token), (facts.page_size // ratio, block)
                 keys, blocks = (torch.zeros(num_pages, *shape, device=facts.device) for shape in rows)
@@ -444,8 +468,6 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _decoder(self, run: Callable[..., Tensor]) -> str:
-        if any(isinstance(mixer, CompressedWeights) for mixer, *_ in self.layers):
-            return ""  # no fused segment takes such a layer
         allowed = self._tolerance * len(self.layers)  # rounding errors accumulate over layers
         for every in (True, False):  # return all rows, or only the last row of each sequence but the first
             outputs = []
@@ -504,6 +526,8 @@ class SegmentTrial:
             return (wide, weights) if name == "hyper_in" else (wide, x, gains)
         if name == "latent_attention":
             return x, mixer, cache, views[view], cu, lens
+        if isinstance(mixer, CompressedWeights):
+            return x, mixer, cache, views[view], views[mixer.entry_view] if mixer.pools else None, cu, lens
         if not isinstance(mixer, AttentionWeights):
             return x, mixer, cache, *self._with_empty(cu)
         cos, sin, table, where = views[view]
@@ -538,8 +562,10 @@ def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str,
     feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
         return "attn_in", "attention", "attn_out", *feed
-    if mixer is None or isinstance(mixer, CompressedWeights):
+    if mixer is None:
         return feed
+    if isinstance(mixer, CompressedWeights):
+        return "compressed_attention", *feed
     return "latent_attention" if isinstance(mixer, LatentWeights) else STATEFUL[type(mixer)], *feed
 
 
@@ -550,7 +576,7 @@ def _compare_kept(results: Sequence[tuple[list[Tensor], Sequence[LayerCache]]], 
     """
     near, exact = [], []
     for outputs, caches in results:
-        pages = [part for cache in caches if isinstance(cache, KVPages) for part in numbers(cache)]
+        pages = [part for cache in caches if isinstance(cache, KVPages | CompressedPages) for part in numbers(cache)]
         states = [part for cache in caches if isinstance(cache, StateSlots) for part in _parts(cache)]
         near.append([*outputs, *pages, *(part[1:-1] for part in states)])
         exact.append([part[:: part.shape[0] - 1] for part in states])

@@ -396,7 +396,8 @@ class Memory:
         """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if a step needs the host."""
         if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
             return ()
-        if any(isinstance(mixer, CompressedAttention) for mixer in self.facts.attention):
+        compresses = any(isinstance(mixer, CompressedAttention) for mixer in self.facts.attention)
+        if compresses and not (self._runs_fused and self.kv != "f32"):
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
@@ -418,9 +419,13 @@ class Memory:
         Not before sm_80 and not in deterministic mode: there the host reads the router's choice, and latent attention
         has no kernel of its own.
         """
+        return self._runs_fused and bool(self.graph_buckets)
+
+    @property
+    def _runs_fused(self) -> bool:
+        """Whether no step has to look at results on the host."""
         gpu = self.where.gpu
-        there = gpu is not None and gpu.capability >= 80 and self.options.deterministic is not True
-        return there and bool(self.graph_buckets)
+        return gpu is not None and gpu.capability >= 80 and self.options.deterministic is not True
 
     @property
     def num_drafts(self) -> int:

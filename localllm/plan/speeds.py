@@ -61,12 +61,13 @@ _INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # compute slices, out of 7, in the n
 
 def launches_of(facts: ModelFacts, ctx: int, fused: bool = False) -> int:
     """Kernels launched one by one for a token at position `ctx` when no graph captures them, besides the few that any
-    layer has. `fused`: our kernels run latent attention.
+    layer has. `fused`: our kernels run latent and compressed attention.
     """
     latents = [mixer for mixer in facts.attention if isinstance(mixer, LatentAttention)]
     mixed = LATENT_LAUNCHES * len(latents) if fused else sum(mixer.launches(ctx) for mixer in latents)
     mixed += sum(mixer.index.launches for mixer in facts.attention if mixer.index is not None)
-    mixed += sum(mixer.launches for mixer in facts.attention if isinstance(mixer, CompressedAttention))
+    compressed = [mixer for mixer in facts.attention if isinstance(mixer, CompressedAttention)]
+    mixed += sum(mixer.fused_launches if fused else mixer.launches for mixer in compressed)
     if facts.hyper is not None:
         mixed += 2 * facts.num_layers * facts.hyper.launches
     return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))

@@ -442,8 +442,16 @@ class CompressedAttention:
         return 10 * self.num_heads * self.head_dim + made + of_index + self.groups * self.out_rank
 
     @property
+    def fused_launches(self) -> int:
+        """Kernel launches per token with Triton; the index's: two products, rotation, entries, scores, choice.
+
+        One more with 8-bit pages.
+        """
+        return 8 + 2 * len(self.pools) + 6 * (self.entry_index is not None)
+
+    @property
     def launches(self) -> int:
-        """Kernel launches per token, all of them PyTorch's, and those of products."""
+        """Kernel launches per token without fused kernels: all of them PyTorch's, and those of products."""
         return 60 + self.groups + 50 * bool(self.ratio) + 40 * (self.entry_index is not None)
 
 

@@ -54,11 +54,12 @@ def test_the_table_names_every_op_and_the_reference_always_fits() -> None:
 
 def test_a_card_gets_its_own_ops() -> None:
     facts = OpFacts("bf16", 32, 8, 128, device="cuda", capability=90, dtype="bfloat16", deterministic=False)
-    expected = dict.fromkeys({*OPS, "attn_in", "latent_attention"}, "triton")
+    expected = dict.fromkeys({*OPS, "attn_in", "latent_attention", "compressed_attention"}, "triton")
     chosen = dict(kernel_table(facts).ops)
     assert {name: chosen[name] for name in expected} == expected
     invariant = dict(kernel_table(replace(facts, deterministic=True)).ops)
-    by_token = {"paged_attention", "delta_rule", "state_space", "latent_attention", "gated_delta", "mamba"}
+    by_token = {"paged_attention", "delta_rule", "state_space", "gated_delta", "mamba"}
+    by_token |= {"latent_attention", "compressed_attention"}
     assert {op for op in invariant if invariant[op] == "triton_invariant"} == by_token
     assert invariant["rms_norm"] == "triton"
     assert "attention" not in chosen and "attention" not in invariant

@@ -159,7 +159,7 @@ def test_fused_segments_agree_on_its_layers(loaded: Callable) -> None:
     _, views = layer_views(model.facts)
     samples = layer_samples(model.layers, views)
     trial = SegmentTrial(shapes, samples, model.embedding, model.head, lambda _, at: model._ropes[0].rows(at, 64))
-    for name in ("experts", "hyper_in", "hyper_out", "decoder", "step"):
+    for name in ("experts", "hyper_in", "hyper_out", "compressed_attention", "decoder", "step"):
         assert trial.error(name, table) == ""
 
 
@@ -170,8 +170,9 @@ def test_the_plan_counts_its_parameters_and_pages(tiny: Callable, tmp_path: Path
     tables = sum(tensor.numel() for name, tensor in model.tensors.items() if name.endswith("tid2eid"))
     assert facts.num_params + tables == sum(tensor.numel() for tensor in model.tensors.values())
     assert [type(layer.mixer) for layer in facts.keeping_layers[5:]] == [Entries] * 4
-    on_cpu, on_gpu = (Planner(MACHINES[name]).plan(facts) for name in ("cpu", "rtx4090"))
-    assert on_cpu.fits and on_gpu.fits and on_gpu.graph_buckets == ()
+    on_cpu, on_gpu, on_old = (Planner(MACHINES[name]).plan(facts) for name in ("cpu", "rtx4090", "rtx2070"))
+    assert on_cpu.fits and on_gpu.fits and on_old.fits
+    assert on_gpu.graph_buckets and on_old.graph_buckets == ()  # there PyTorch runs the attention, and reads lengths
 
 
 def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
