@@ -166,7 +166,10 @@ class Residents:
         for adapter, weights in read.items():
             room = self._free_place(used)
             if room is not None:
-                self._make_resident(room, adapter, weights)
+                try:
+                    self._make_resident(room, adapter, weights)
+                except Exception:  # read again when a request asks for it
+                    log.exception("an adapter was not made resident")
         return failed
 
     def _free_removed(self, used: set[int], wanted: set[Adapter]) -> None:

@@ -32,7 +32,11 @@ class KVEvents:
         for node in self._tree.nodes():
             self.stored(node)
         first, self._events = self._events, []
-        listener({"ts": time.time(), "events": first})
+        try:
+            listener({"ts": time.time(), "events": first})
+        except Exception:  # as in `_send`
+            log.exception("a listener of cache events failed")
+            return
         if not self._listeners:
             self._tree.watchers.append(self)
         self._listeners.append(listener)

@@ -249,9 +249,15 @@ class KVStore:
             self._pages.give_back(taken or [])
             restore.stopped = True
             return
-        for group, (page, part) in enumerate(zip(taken, wanted, strict=True)):
-            if page is not None and part is not None:
-                self._cache.write_page(group, page, part)
+        try:
+            for group, (page, part) in enumerate(zip(taken, wanted, strict=True)):
+                if page is not None and part is not None:
+                    self._cache.write_page(group, page, part)
+        except Exception:
+            log.exception("a stored page could not be loaded")
+            self._pages.give_back(taken)
+            restore.stopped = True
+            return
         node = restore.node or tree.root(restore.sequence.cache_salt)
         restore.node, used = tree.insert(node, restore.keys[at], taken)
         self._new.pop(restore.node, None)  # already stored
@@ -261,7 +267,11 @@ class KVStore:
     def _insert_state(self, restore: _Restore, found: Found) -> None:
         node, data = restore.node, found.parts[0]
         if not restore.stopped and node is not None and node.parent is not None and data is not None:
-            self._pages.add_checkpoint(node, lambda slot: self._cache.write_slot(slot, data))
+            try:
+                self._pages.add_checkpoint(node, lambda slot: self._cache.write_slot(slot, data))
+            except Exception:
+                log.exception("a stored state could not be loaded")
+                return
             self._new_states.pop(node, None)  # already stored
 
     def _finish(self, restore: _Restore) -> None:

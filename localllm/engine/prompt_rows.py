@@ -39,14 +39,15 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
         if sequence.request.score:
             scores = torch.log_softmax(logits, -1).cpu().numpy()
             progress = (at + len(scores), sequence.num_prompt_tokens)
+            sequence.num_rows_done = at + len(scores)  # before a later piece can fail: the step is then retried
             yield TokenEvent(sequence.request.request_id, scores=scores, prefill=progress)
         else:
             wanted = sequence.params.prompt_logprobs or 0
             targets = sequence.token_ids[at + 1 : min(at + 1 + logits.shape[0], sequence.num_prompt_tokens)]
-            for one, target in zip(logits, targets, strict=False):
-                sequence.prompt_logprobs.append(token_logprob(one, target, wanted))
+            rows = zip(logits, targets, strict=False)
+            sequence.prompt_logprobs += [token_logprob(one, target, wanted) for one, target in rows]
         at += logits.shape[0]
-    sequence.num_rows_done = max(sequence.num_rows_done, at)
+        sequence.num_rows_done = at
 
 
 def pooled_event(sequence: Sequence, projected: Callable[[Tensor], Tensor]) -> TokenEvent:

@@ -88,9 +88,11 @@ class Stepper:
             pending = self._launch(step)
             self._sample(pending)
         ahead = self._launch_ahead(pending)
-        self._commit(pending, ahead)
+        self._commit(pending)
         self._publisher.publish()
-        if ahead is not None:
+        if (
+            ahead is not None and pending.error is None
+        ):  # otherwise its tokens would follow ones that are computed again
             self._sample(ahead)
             if ahead.error is None:
                 self._ahead = ahead
@@ -194,7 +196,7 @@ class Stepper:
         for sequence in sequences:
             sequence.mask_row = None
 
-    def _commit(self, pending: PendingStep, ahead: PendingStep | None) -> None:
+    def _commit(self, pending: PendingStep) -> None:
         """Wait for the tokens of a step, update all sequences and counters, and queue the events."""
         try:
             results = pending.sampled.results() if pending.sampled is not None else []
@@ -219,7 +221,6 @@ class Stepper:
             if sequence.index > 0 and sequence.num_computed_tokens == 0:
                 self._scheduler.add_fork(sequence, parents[sequence.request.request_id])
                 sequence.prefill_time = now
-        fed = [part.sequence.number for part in ahead.step.scheduled] if ahead is not None else []
         for sequence, result in zip(sequences, results, strict=True):
             if sequence.state is not SequenceState.FINISHED:  # otherwise it ended while its token was being sampled
                 sequence.pending_forks = 0
@@ -227,7 +228,7 @@ class Stepper:
                 part, row = pending.drafted.get(sequence.number, (None, 0))
                 drafts, drafter = part.drafts if part is not None else (), pending.step.drafter
                 self._count(sequence, drafter, checked=len(drafts))
-                self._advance(sequence, result, now, drafter, drafts, sequence.number in fed)
+                self._advance(sequence, result, now, drafter, drafts)
                 if part is not None:
                     self._accept_drafts(pending, sequence, part, row, before, now)
                 if self.speculation is not None:
@@ -254,10 +255,8 @@ class Stepper:
                     )
                 )  # fmt: skip
 
-    def _advance(
-        self, sequence: Sequence, result: RowResult, now: float, drafter: str, drafts: Many[int], is_fed: bool = False
-    ) -> None:
-        """Append a sampled token to its sequence and queue its event. `is_fed` as in `_append`.
+    def _advance(self, sequence: Sequence, result: RowResult, now: float, drafter: str, drafts: Many[int]) -> None:
+        """Append a sampled token to its sequence and queue its event.
 
         drafts  the tokens that `drafter` proposed from this position on
         """
@@ -269,7 +268,7 @@ class Stepper:
         cached = None if had else sequence.num_cached_tokens
         event = TokenEvent(sequence.request.request_id, sequence.index, cached_tokens=cached)
         try:
-            self._append(sequence, token, event, is_fed)
+            self._append(sequence, token, event)
             if sequence.stop_check is not None and sequence.finish_reason is None:
                 event.text = sequence.stop_check.take()
         except Exception as error:  # a failed stop check or mask ends only its own request
@@ -335,18 +334,18 @@ class Stepper:
         sequence.num_accepted_tokens += right
         sequence.drafters[drafter] = None
 
-    @staticmethod
-    def _append(sequence: Sequence, token: int, event: TokenEvent, is_fed: bool) -> None:
+    def _append(self, sequence: Sequence, token: int, event: TokenEvent) -> None:
         """Append the sampled token and the tokens that a grammar forces after it; the next step computes them together.
 
-        Unless the token is already in a forward pass (`is_fed`), it may be replaced: together with the forced text, the
-        tokenizer may encode it differently, and the answer should have the same tokens as in a later prompt.
+        The token may be replaced: together with the forced text, the tokenizer may encode it differently, and the
+        answer should have the same tokens as in a later prompt. Not where steps run ahead: whether the token is in a
+        forward pass by now depends on other requests and on drafts, and they must not change an answer.
         """
         ids, mask = [token], sequence.token_mask
         if mask is not None:
             mask.accept(token)
             if sequence.params.logprobs is None:  # forced tokens have no log-probability
-                ids = [token, *mask.jump_forward()] if is_fed else mask.jump_forward(token)
+                ids = [token, *mask.jump_forward()] if self.runs_ahead else mask.jump_forward(token)
             if ids[0] != token:
                 mask.rollback(1)
                 mask.accept(ids[0])

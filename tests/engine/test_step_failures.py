@@ -1,0 +1,186 @@
+"""What fails beside a step ends no other request, and a step that is computed again changes no answer."""
+
+import numpy as np
+import pytest
+import torch
+
+from localllm.engine import runner
+from localllm.engine.adapters import Residents
+from localllm.engine.drafter import Guess
+from localllm.engine.engine import Engine
+from localllm.engine.page_files import PageFiles
+from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.speculation import Speculation
+from localllm.errors import ConstraintUnmet
+from localllm.request import FinishReason
+
+from . import test_engine as integers
+from . import test_kv_store as stored
+from .test_engine import VOCAB, ids_of, make, request, run
+
+
+@pytest.fixture(autouse=True)
+def in_turn():
+    integers.runs_ahead[0] = integers.guesses[0] = False
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0, "max_tokens": 2}, {"score": True, "max_tokens": 1}])
+def test_no_row_of_a_prompt_is_told_twice(asked, monkeypatch):
+    """Memory runs out in the second piece of a step's logits, so that the step is computed again."""
+    monkeypatch.setattr(runner, "LOGIT_BYTES", 4 * VOCAB * 4)
+    engine, calls = make(prefill_budget=64), []
+    made = engine.runner.model.logits
+
+    def logits(hidden):
+        calls.append(len(hidden))
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+        return made(hidden)
+
+    engine.runner.model.logits = logits
+    (stream,) = run(engine, request(range(40), **asked))
+    told = [row for event in stream.seen for row in event.prompt_logprobs or ()]
+    scores = sum(len(event.scores) for event in stream.seen if event.scores is not None)
+    assert len(told) + scores == 40 and engine.stats().num_relieved == 1
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_tokens_that_cannot_be_read_while_the_next_step_runs(at):
+    """Asynchronous errors of a GPU show when its results are read: the step and the one ahead are computed again."""
+    prompts = [1, 2, 3], [4, 5]
+    wanted = [ids_of(run(make(), request(prompt, max_tokens=12))[0]) for prompt in prompts]
+    engine = make()
+    engine.stepper.runs_ahead = True
+    sample, calls = engine.runner.sample, []
+
+    def broken(*given):
+        found = sample(*given)
+        calls.append(found)
+        if len(calls) == at:
+            wait = found._wait
+
+            def raises():
+                raise RuntimeError("CUDA error: out of memory")
+
+            found._wait, found._results = raises, None
+            found._ids = torch.tensor([row[0] for row in wait()])  # the next step reads them on the device
+        return found
+
+    engine.runner.sample = broken
+    streams = run(engine, *[request(prompt, max_tokens=12) for prompt in prompts])
+    assert [ids_of(stream) for stream in streams] == wanted and engine.stats().num_relieved == 1
+
+
+def ends_well(engine, asked, fail):
+    """Whether a running request ends as usual although something beside it fails."""
+    bystander = engine.submit(asked)
+    fail()
+    *_, last = bystander
+    alive = not engine.is_dead
+    engine.close()
+    return alive and last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_listener_that_fails_at_once():
+    """Its event loop may be closed by the time the engine gets to it."""
+    engine = make()
+    engine.start()
+
+    def raises(_):
+        raise RuntimeError("Event loop is closed")
+
+    assert ends_well(engine, request([1, 2, 3], max_tokens=150), lambda: engine.watch_pages(raises))
+
+
+@pytest.mark.parametrize("part", ["page", "slot"])
+def test_no_room_for_what_was_stored(part, tmp_path):
+    def start():
+        windows, _ = stored.KINDS["states"]
+        limits = SchedulerLimits(max_parallel=3, prefill_budget=64, num_slots=stored.SLOTS)
+        engine = Engine(stored.Runner(stored.Model(), stored.Cache(windows, 200), stored.VOCAB), [200], 600, limits)
+        engine.keep_on_disk(PageFiles(tmp_path / "kv", b"i" * 16, 1 << 20))
+        engine.start()
+        return engine
+
+    first = start()
+    list(first.submit(stored.asked(stored.prompt(1))))
+    first.close()
+    engine, tried = start(), []
+
+    def no_room(*_):
+        tried.append(part)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    setattr(engine.runner.cache, f"write_{part}", no_room)
+    again = engine.submit(stored.asked(stored.prompt(1)))
+    assert ends_well(engine, stored.asked(stored.prompt(2), 300), lambda: list(again)) and tried
+
+
+def test_no_room_for_an_adapter():
+    class Held:
+        def open(self, path):
+            return type("File", (), {"nbytes": 10, "rank": 4, "base": ""})()
+
+        def read(self, file):
+            return type("Weights", (), {"digest": "d", "nbytes": 10})()
+
+        def put(self, place, weights):
+            if weights is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 MiB")
+
+    engine, held = make(), Held()
+    engine.adapters = Residents(lambda: held, lambda: 1 << 30)
+    engine.start()
+    assert ends_well(engine, request([1, 2, 3], max_tokens=150), lambda: engine.adapters.add("one", "/x"))
+
+
+class Respelled:
+    """After two tokens 3 and 7 follow, which a tokenizer writes as one token: 30. Then any text."""
+
+    def __init__(self, ids=()):
+        self.ids = list(ids)
+
+    def fill(self, row):
+        allowed = {2: [3], 3: [7] if self.ids[-1:] == [3] else None}.get(len(self.ids))
+        if allowed is not None:
+            row[:] = np.packbits(np.isin(np.arange(len(row) * 32), allowed), bitorder="little").view(np.int32)
+        return allowed is not None
+
+    def accept(self, token):
+        if len(self.ids) == 2 and token not in (3, 30) or len(self.ids) == 3 and self.ids[-1] == 3 and token != 7:
+            raise ConstraintUnmet("x")
+        self.ids.append(token)
+
+    def jump_forward(self, last=None):
+        forced = [7] if len(self.ids) == 3 and self.ids[-1] == 3 else []
+        return forced if last is None else [30] if forced else [last]
+
+    @property
+    def is_done(self):
+        return len(self.ids) >= 12
+
+    def fork(self):
+        return Respelled(self.ids)
+
+    def rollback(self, count):
+        del self.ids[len(self.ids) - count :]
+
+
+class Wrong:
+    name = "wrong"
+
+    def guess(self, sequence):
+        return Guess((0, 0), 40)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_neither_company_nor_drafts_change_how_a_token_is_spelled(ahead):
+    """A token that is in a forward pass already cannot be spelled in another way."""
+    found = set()
+    for others, drafts in ((0, False), (1, False), (0, True), (1, True)):
+        engine, asked = make(), request([1, 2, 3], max_tokens=12)
+        asked.token_mask, engine.stepper.runs_ahead = Respelled(), ahead
+        engine.stepper.speculation = Speculation(Wrong(), "always") if drafts else None
+        neighbours = [request([i % 50 for i in range(120)], max_tokens=1)] * others
+        found.add(tuple(ids_of(run(engine, asked, *neighbours)[0])))
+    assert len(found) == 1 and (30 in next(iter(found))[:4]) is not ahead
