@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -25,11 +25,10 @@ _CODES = {
 
 
 class Reply(NamedTuple):
-    """A response whose body is still unread, and its socket."""
+    """A response whose body is still unread."""
 
     status: int
     body: http.client.HTTPResponse
-    socket: socket.socket
 
     def json(self) -> Any:
         """Parse the body. Raises ValueError."""
@@ -63,10 +62,18 @@ class Wire:
         self.url, self._key = url, key
 
     @contextmanager
-    def send(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Iterator[Reply]:
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float | None = None,
+        opened: Callable[[socket.socket], None] = lambda _: None,
+    ) -> Iterator[Reply]:
         """Send a request; the connection closes after the block. Raises one of FAILURES.
 
         timeout   seconds of silence; None waits as long as the server lives
+        opened    gets the socket before the request is sent, so that another thread can shut it down
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"accept": "*/*", "connection": "close"}
@@ -77,9 +84,10 @@ class Wire:
             connection.connect()
             line: socket.socket = connection.sock
             line.settimeout(timeout)
+            opened(line)
             connection.request(method, prefix + path, data, headers)
             with connection.getresponse() as response:  # closes the socket even if the body is not fully read
-                yield Reply(response.status, response, line)
+                yield Reply(response.status, response)
         finally:
             connection.close()
 

@@ -67,16 +67,18 @@ class RemoteBackend(ChatBackend):
         self._queried_at = 0.0
         self._polling = False
         self._closed = False
+        self._starting: threading.Thread | None = None
+        self._refusal: LocalLLMError | None = None  # why the server cannot be used
 
     # --- the protocol ------------------------------------------------------------------------------------------------
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Ask what is served, in a thread."""
-        threading.Thread(target=self._start, args=(model or "",), name="remote", daemon=True).start()
+        self._starting = threading.Thread(target=self._start, args=(model or "",), name="remote", daemon=True)
+        self._starting.start()
 
     def _accept(self, turn: Turn) -> None:
-        body = self._body(turn)
-        threading.Thread(target=self._answer, args=(turn.id, body), name=f"remote-{turn.id}", daemon=True).start()
+        threading.Thread(target=self._answer, args=(turn,), name=f"remote-{turn.id}", daemon=True).start()
 
     def stop(self, turn: int) -> None:
         """Close the connection; the server then ends the request."""
@@ -142,8 +144,10 @@ class RemoteBackend(ChatBackend):
         try:
             self._find(model)
         except LocalLLMError as error:
+            self._refusal = error
             self.tell(Failed.of(-1, error))
         else:
+            self._refusal = None
             self.tell(LoadProgress("ready", detail=self.url))
 
     def _find(self, model: str) -> None:
@@ -227,18 +231,25 @@ class RemoteBackend(ChatBackend):
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body
 
-    def _answer(self, turn: int, body: dict[str, Any]) -> None:
-        begin = time.monotonic()
+    def _answer(self, sent: Turn) -> None:
+        begin, turn, starting = time.monotonic(), sent.id, self._starting
+        while starting is not None and starting.is_alive() and turn not in self._stopped:
+            starting.join(LOOK_S / 5)
+
+        def opened(line: socket.socket) -> None:
+            with self._lock:
+                self._running[turn] = line
+                if turn in self._stopped:
+                    raise ConnectionAbortedError
+
         try:
+            if self._refusal is not None:
+                raise self._refusal
             path = "/v1/completions" if self._continues_text else "/v1/chat/completions"
-            with self._wire.send("POST", path, body) as reply:
+            with self._wire.send("POST", path, self._body(sent), opened=opened) as reply:
                 if reply.status >= 400:
                     raise refused(reply.status, reply.body.read())
-                with self._lock:
-                    self._running[turn] = reply.socket
-                    stopped = turn in self._stopped
-                if not stopped:
-                    self._end(turn, self._read(turn, events_of(reply.lines()), begin))
+                self._end(turn, self._read(turn, events_of(reply.lines()), begin))
         except LocalLLMError as error:
             self._fail(turn, error)
         except Exception as error:

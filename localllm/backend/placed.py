@@ -41,11 +41,18 @@ class PlacedBackend(ChatBackend):
         with self._lock:
             self._start_no += 1
             words = self._start_no, model, changes
+            if changes:
+                self.stays = lambda: True
+            before, self.now = self.now, None
+            doomed = list(self._running)
+            if before is not None:  # its turns end, and numbers go on
+                doomed, self._next_turn = list(before._running), before._next_turn
+            self._queue.clear()
+            self._running = dict.fromkeys(doomed)
+            self._events.clear()
         work = threading.Thread(target=self._start, args=words, name="place", daemon=True)
-        if changes:
-            self.stays = lambda: True
-        before, self.now = self.now, None
-        self._events.clear()
+        for turn in doomed:
+            self._end(turn)
         self.tell(LoadProgress("resolve", detail=model or ""))
         if before is not None and before is not self._here:
             before.close()  # does not wait
@@ -61,24 +68,51 @@ class PlacedBackend(ChatBackend):
             try:
                 place = self._place(model) if model and not self.stays() else None
             except LocalLLMError as error:
-                self.tell(Failed.of(-1, error))
+                with self._lock:
+                    if number == self._start_no:
+                        self._here.tell(Failed.of(-1, error))
+                        self._hand_over(self._here, error)
                 return
             with self._lock:
                 if number != self._start_no:
                     return
-                self.now = place.backend if place is not None else self._here
-            if place is not None:
-                self.now.tell(LoadProgress("resolve", detail=f"using {place.model} at {place.url}"))
-            self.now.start(place.model if place is not None else model, changes)
+                now = place.backend if place is not None else self._here
+                if place is not None:
+                    now.tell(LoadProgress("resolve", detail=f"using {place.model} at {place.url}"))
+                now.start(place.model if place is not None else model, changes)
+                self._hand_over(now)
+
+    def _hand_over(self, to: ChatBackend, error: LocalLLMError | None = None) -> None:
+        """Use `to` from now on: it gets the turns sent so far, which end with an error, and numbers go on. Called with
+        the lock held.
+        """
+        with to._lock:
+            to._next_turn = max(to._next_turn, self._next_turn)
+            for turn in self._queue:
+                to._running[turn.id] = self._running.pop(turn.id)
+                if error is None:
+                    to._accept(turn)
+                else:
+                    to._fail(turn.id, error)
+        self._queue.clear()
+        self.now = to
 
     def send(
         self, messages: Sequence[Message], params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None, tools: ToolUse | None = None,
     ) -> int:  # fmt: skip
-        return (self.now or self._here).send(messages, params, template, tools)
+        with self._lock:
+            if self.now is None:
+                return super().send(messages, params, template, tools)
+            return self.now.send(messages, params, template, tools)
 
     def stop(self, turn: int) -> None:
-        (self.now or self._here).stop(turn)
+        with self._lock:
+            if self.now is None:
+                self._queue = deque(one for one in self._queue if one.id != turn)
+                self._end(turn)
+            else:
+                self.now.stop(turn)
 
     def rest(self) -> None:
         (self.now or self._here).rest()

@@ -109,15 +109,22 @@ class Endpoint:
 
     @contextmanager
     def _reply(self, path: str, body: Any, calls: Calls) -> Iterator[Reply]:
-        with self._failing(calls), self._wire.send("POST", path, body) as reply:
-            if reply.status >= 400:
-                raise refused(reply.status, reply.body.read())
+        lines: list[socket.socket] = []
 
-            def hang_up() -> None:
+        def opened(line: socket.socket) -> None:
+            lines.append(line)
+            if calls.is_stopped:
+                raise ConnectionAbortedError
+
+        def hang_up() -> None:
+            for line in lines:
                 with suppress(OSError):
-                    reply.socket.shutdown(socket.SHUT_RDWR)
+                    line.shutdown(socket.SHUT_RDWR)
 
-            with calls.running(hang_up):
+        with self._failing(calls), calls.running(hang_up):
+            with self._wire.send("POST", path, body, opened=opened) as reply:
+                if reply.status >= 400:
+                    raise refused(reply.status, reply.body.read())
                 yield reply
 
     @contextmanager

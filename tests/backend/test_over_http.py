@@ -68,6 +68,8 @@ class Fake(BaseHTTPRequestHandler):
             error = {"message": "41,022 > 4,096", "type": "x", "param": None, "code": "context_length_exceeded"}
             self._json(400, {"error": error})
             return
+        if last == "queued":  # other servers send headers only once the request runs
+            self.asked_for.wait(20)
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
@@ -103,7 +105,7 @@ class Fake(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    Fake.asked, Fake.hung_up = [], threading.Event()
+    Fake.asked, Fake.hung_up, Fake.asked_for = [], threading.Event(), threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -182,6 +184,30 @@ def test_stopping_hangs_up(url: str) -> None:
     done = wait(backend, lambda e: isinstance(e, Done), [])
     assert isinstance(done, Done) and done.stop == "abort"
     assert Fake.hung_up.wait(10)
+
+
+def test_stopping_does_not_wait_for_the_server(url: str) -> None:
+    backend = opened(url)
+    turn = backend.send([{"role": "user", "content": "queued"}])
+    while not Fake.asked:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    backend.stop(turn)
+    done = wait(backend, lambda e: isinstance(e, Done), [])
+    assert isinstance(done, Done) and done.stop == "abort" and time.monotonic() - begin < 10
+    Fake.asked_for.set()
+
+
+def test_a_turn_waits_until_it_is_known_what_is_served(url: str) -> None:
+    backend = RemoteBackend(url, "right-key")
+    backend.start("tiny")
+    turn = backend.send([{"role": "user", "content": "hi"}])
+    done = wait(backend, lambda e: isinstance(e, Done), [])
+    assert isinstance(done, Done) and done.turn == turn and Fake.asked[0]["model"] == "tiny"
+    backend.start("none")
+    backend.send([{"role": "user", "content": "hi"}])
+    failed = wait(backend, lambda e: isinstance(e, Failed) and e.turn >= 0, [])
+    assert isinstance(failed, Failed) and "does not serve none" in failed.message
 
 
 def test_numbers_of_the_server_are_shown(url: str) -> None:

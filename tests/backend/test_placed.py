@@ -10,7 +10,7 @@ from typing import Any
 from localllm.backend.placed import Place, PlacedBackend
 from localllm.backend.scripted import FakeBackend
 from localllm.errors import ServerError
-from localllm.interface import ChatEvent, Failed
+from localllm.interface import ChatEvent, Done, Failed
 from localllm.request import LoadProgress
 
 
@@ -112,3 +112,45 @@ def test_a_server_that_cannot_be_looked_for_is_told() -> None:
     failed = seen(backend, lambda event: isinstance(event, Failed))[-1]
     assert isinstance(failed, Failed) and (failed.turn, failed.message) == (-1, "no")
     backend.close()
+
+
+def ends_of(backend: PlacedBackend, turns: set[int]) -> dict[int, ChatEvent]:
+    """The terminal event of each turn."""
+    found: dict[int, ChatEvent] = {}
+    for event in iter(lambda: seen(backend, lambda _: True)[-1], None):
+        if isinstance(event, Done | Failed) and event.turn >= 0:
+            assert event.turn not in found
+            found[event.turn] = event
+        if found.keys() >= turns:
+            return found
+    raise AssertionError
+
+
+def test_turns_sent_before_the_choice_are_answered() -> None:
+    """In order, wherever the model then runs; a stopped one ends at once, and a second start ends the others."""
+    hello: list[Any] = [{"role": "user", "content": "hi"}]
+    for at in ("here", "there", "nowhere"):
+        go, here, there = threading.Event(), Engine(), Engine()
+
+        def place(model: str, at: str = at, go: threading.Event = go, there: Engine = there) -> Place | None:
+            assert go.wait(5)
+            if at == "nowhere":
+                raise ServerError("no", "yes")
+            return Place(there, model, "http://x") if at == "there" else None
+
+        backend = PlacedBackend(here, place)
+        backend.start("one")
+        turns = [backend.send(hello), backend.send(hello)]
+        backend.start("two")
+        turns += [backend.send(hello), backend.send(hello)]
+        backend.stop(turns[3])
+        assert turns == [0, 1, 2, 3]
+        assert all(isinstance(event, Done) for event in ends_of(backend, {0, 1, 3}).values())
+        go.set()
+        last = ends_of(backend, {2})[2]
+        if at == "nowhere":
+            assert isinstance(last, Failed) and last.message == "no"
+        else:
+            assert isinstance(last, Done) and last.stop != "abort"
+        assert backend.send(hello) == 4
+        backend.close()
