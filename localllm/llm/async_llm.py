@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from localllm.llm.llm import LLM, Pooling, Prompt
+from localllm.llm.llm import LLM, Pooled, Pooling, Prompt
 from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
 from localllm.request import Constraint, Message, SamplingParams, ToolUse
 
@@ -26,13 +27,26 @@ class AsyncLLM:
 
     def __init__(self, name_or_path: str, *args: Any, **settings: Any) -> None:
         """Store the arguments; loads nothing yet."""
+        self._cancel: threading.Event = settings.setdefault("cancel", threading.Event())
         self._load = partial(LLM, name_or_path, *args, **settings)
         self._llm: LLM | None = None
 
     async def __aenter__(self) -> AsyncLLM:
-        """Load the model in a thread. Raises the errors of `LLM`."""
-        self._llm = await asyncio.to_thread(self._load)
+        """Load the model in a thread. Raises the errors of `LLM`. If cancelled, a model that loads is closed again."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self._loaded))
+        try:
+            self._llm = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            self._cancel.set()
+            loading.add_done_callback(partial(_undone, LLM.close))
+            raise
         return self
+
+    def _loaded(self) -> LLM:
+        llm = self._load()
+        if self._cancel.is_set():  # here, as the event loop may be closed by now
+            llm.close()
+        return llm
 
     async def __aexit__(self, *error: object) -> None:
         llm, self._llm = self._llm, None
@@ -102,7 +116,18 @@ class AsyncLLM:
         self, texts: Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool = True
     ) -> np.ndarray:
         """See `LLM.embed`."""
-        return await asyncio.to_thread(self.llm.embed, texts, pooling=pooling, normalize=normalize)
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.llm.begin_embed, texts, pooling))
+        try:
+            waiting = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(partial(_undone, Pooled.abort))
+            raise
+        try:
+            rows = [await asyncio.wrap_future(future) for future in waiting.rows]
+        except BaseException:
+            waiting.abort()
+            raise
+        return waiting.array(rows, normalize)
 
 
 async def _whole(submit: Submit) -> RequestOutput:
@@ -132,13 +157,14 @@ async def _submitted(submit: Submit) -> tuple[ResponseStream, asyncio.Queue[Outp
     try:
         return await asyncio.shield(submitting), arrived
     except asyncio.CancelledError:
-        submitting.add_done_callback(_abort)
+        submitting.add_done_callback(partial(_undone, ResponseStream.abort))
         raise
 
 
-def _abort(submitting: asyncio.Future[ResponseStream]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().abort()
+def _undone(undo: Callable[[Any], None], work: asyncio.Future[Any]) -> None:
+    """Undo what a thread has done for a cancelled task."""
+    if not work.cancelled() and work.exception() is None:
+        undo(work.result())
 
 
 async def _until_done(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,6 +31,34 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Pooling = Literal["mean", "cls", "last"]
+
+
+@dataclass
+class Pooled:
+    """Texts that are being embedded.
+
+    one    a single text
+    size   elements of a row
+    rows   per text
+    """
+
+    one: bool
+    size: int
+    rows: list[Future[np.ndarray]] = field(default_factory=list)
+    ends: list[Callable[[], None]] = field(default_factory=list)
+
+    def abort(self) -> None:
+        """End those that are not done."""
+        for end in self.ends:
+            end()
+
+    def array(self, rows: Sequence[np.ndarray], normalize: bool) -> np.ndarray:
+        """The result of `LLM.embed`, from the results of `rows`."""
+        import numpy as np
+
+        if normalize:
+            rows = [row / (float(np.linalg.norm(row)) or 1.0) for row in rows]
+        return rows[0] if self.one else np.stack(rows) if rows else np.zeros((0, self.size), np.float32)
 
 
 class LLM(LoadedModel):
@@ -233,24 +261,27 @@ class LLM(LoadedModel):
         pooling    the mean over all tokens, the first token (cls) or the last one; None uses `default_pooling`
         normalize  scale to length 1, so a dot product is the cosine similarity
         """
-        import numpy as np
+        waiting = self.begin_embed(texts, pooling)
+        try:
+            return waiting.array([future.result() for future in waiting.rows], normalize)
+        except BaseException:
+            waiting.abort()
+            raise
 
+    def begin_embed(self, texts: Prompt | Sequence[Prompt], pooling: Pooling | None = None) -> Pooled:
+        """Queue texts for embedding. Raises the errors of `check_prompt`."""
         one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
         prompts = [self.encode_text(text) for text in ([texts] if one else texts)]  # type: ignore[arg-type,list-item]
-        ends: list[Callable[[], None]] = []
-        waiting: list[Future[np.ndarray]] = []
+        waiting = Pooled(one, self.facts.embedding_size)
         try:
             for ids in prompts:
-                waiting.append(Future())
-                ends.append(self.pool(ids, pooling, partial(_pooled, waiting[-1])))
-            rows = [future.result() for future in waiting]
+                waiting.rows.append(Future())
+                waiting.rows[-1].set_running_or_notify_cancel()  # else cancelling a task that waits for it would end it
+                waiting.ends.append(self.pool(ids, pooling, partial(_pooled, waiting.rows[-1])))
         except BaseException:
-            for end in ends:
-                end()
+            waiting.abort()
             raise
-        if normalize:
-            rows = [row / (float(np.linalg.norm(row)) or 1.0) for row in rows]
-        return rows[0] if one else np.stack(rows) if rows else np.zeros((0, self.facts.embedding_size), np.float32)
+        return waiting
 
     @property
     def default_pooling(self) -> Pooling:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import time
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,40 @@ async def test_a_cancelled_task_ends_its_request(llm: AsyncLLM) -> None:
     await pieces.aclose()
     while llm.llm.stats().num_running:
         await asyncio.sleep(0.001)
+
+
+async def test_a_cancelled_task_embeds_nothing_more(llm: AsyncLLM) -> None:
+    task = asyncio.ensure_future(llm.embed([[(i % 50) + 5] * 250 for i in range(200)]))
+    while not llm.llm.stats().num_running:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while llm.llm.stats().num_running or llm.llm.stats().num_waiting:
+        await asyncio.sleep(0.001)
+    assert llm.llm.stats().num_prompt_tokens < 100 * 250
+
+
+async def test_a_model_that_loads_for_a_cancelled_task_is_closed(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, start, close = asyncio.Event(), LLM._start_engine, LLM.close
+    loop = asyncio.get_running_loop()
+
+    def slow(self: LLM) -> None:
+        time.sleep(0.3)
+        start(self)
+
+    def told(self: LLM) -> None:
+        close(self)
+        loop.call_soon_threadsafe(closed.set)
+
+    monkeypatch.setattr(LLM, "_start_engine", slow)
+    monkeypatch.setattr(LLM, "close", told)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1), AsyncLLM(str(tiny_path), ctx=128):
+            pass
+    await asyncio.wait_for(closed.wait(), 30)
 
 
 async def test_errors_are_raised_where_they_are_awaited(llm: AsyncLLM) -> None:
