@@ -318,6 +318,17 @@ class PromptImage:
         return -1 - int.from_bytes(self.digest[:12], "big") * (self.end - self.start) - (position - self.start)
 
 
+def extra_hint(extra: str) -> str:
+    """The command that installs the packages of an extra for this Python; localllm itself is on no package index."""
+    import shlex
+    import sys
+    from importlib.metadata import requires
+
+    needs = [need.partition(";") for need in requires("localllm") or ()]
+    packages = [name.strip() for name, _, when in needs if when.strip() == f'extra == "{extra}"']
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
+
+
 def open_image(data: bytes, where: str = "image") -> tuple[str, Any]:
     """Return a file's format (one of IMAGE_FORMATS) and its first image, upright, as a PIL image of mode RGB.
 
@@ -330,7 +341,7 @@ def open_image(data: bytes, where: str = "image") -> tuple[str, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ConfigError("images need the package pillow", "pip install 'localllm[images]'") from None
+        raise ConfigError("images need the package pillow", extra_hint("images")) from None
     hint = f"send {', '.join(IMAGE_FORMATS)} with at most {IMAGE_PIXELS:,} pixels"
     try:
         with warnings.catch_warnings():

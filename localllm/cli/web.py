@@ -25,6 +25,7 @@ from localllm.cli.start import Start
 from localllm.config import KEYS, UserConfig
 from localllm.device.processes import running
 from localllm.errors import ConfigError, ServerError
+from localllm.request import extra_hint
 
 from .attach import fake_engine
 
@@ -62,7 +63,7 @@ def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path]
     try:
         import textual_serve.server  # noqa: F401
     except ImportError:
-        raise ConfigError("--web needs the package textual-serve", "pip install 'localllm[web]'") from None
+        raise ConfigError("--web needs the package textual-serve", extra_hint("web")) from None
     child: subprocess.Popen[bytes] | None = None
     words: list[str] = []
     key = ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from localllm.errors import ConfigError, ServerError
 from localllm.llm.llm import LLM
+from localllm.request import extra_hint
 
 from .middleware import is_loopback
 
@@ -51,7 +52,7 @@ class KVPublisher:
             import msgspec
             import zmq
         except ImportError as error:
-            raise ConfigError(f"--kv-events needs the package {error.name}", "pip install 'localllm[zmq]'") from None
+            raise ConfigError(f"--kv-events needs the package {error.name}", extra_hint("zmq")) from None
         self._encode = msgspec.msgpack.encode
         self._lock = threading.Lock()  # the engines of several models publish
         self._number, self._size = 0, 0

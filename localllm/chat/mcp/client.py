@@ -23,6 +23,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from localllm._version import __version__
 from localllm.errors import ConfigError
+from localllm.request import extra_hint
 from localllm.terminal import clean, clean_line, counted
 
 from .servers import ServerEntry
@@ -86,7 +87,7 @@ class McpTools:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise ConfigError("MCP requires the package mcp", "pip install 'localllm[mcp]'") from None
+            raise ConfigError("MCP requires the package mcp", extra_hint("mcp")) from None
         self._servers = [_Server(entry) for entry in entries]
         self._tools: dict[str, Tool] = {}
         self._problems: list[str] = []

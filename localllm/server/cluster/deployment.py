@@ -12,6 +12,7 @@ from typing import Any
 
 from localllm.config import EngineOptions
 from localllm.errors import ConfigError, ServerError
+from localllm.request import extra_hint
 from localllm.server.middleware import AppOptions
 from localllm.server.service import ServiceOptions
 
@@ -22,7 +23,7 @@ try:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 except ImportError as error:
-    raise ConfigError("replicas need Ray Serve, which is not installed", "pip install 'localllm[cluster]'") from error
+    raise ConfigError("replicas need Ray Serve, which is not installed", extra_hint("cluster")) from error
 
 from .door import Door
 from .replica import Replica, ReplicaOptions
