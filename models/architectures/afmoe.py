@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
 
 from .architecture import Architecture
@@ -17,7 +16,7 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 FULL_EVERY = 4  # one of so many layers, the last of each group, sees all positions and has no RoPE
 # What configurations may leave out.
@@ -27,14 +26,6 @@ DEFAULTS = {
     "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_dense_layers": 1,
     "num_shared_experts": 2, "sliding_window": 1024,
 }  # fmt: skip
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-HF_INNER = SHARED | {
-    "mlp.gate": "mlp.router.gate",
-    CHOICE_BIAS: "mlp.expert_bias",
-    "pre_feedforward_layernorm": "pre_mlp_layernorm",
-    "post_feedforward_layernorm": "post_mlp_layernorm",
-}
-GGUF_INNER = GGUF_LAYER | GGUF_NORMS | {"self_attn.gate_proj": "attn_gate", CHOICE_BIAS: "exp_probs_b.bias"}
 
 
 class Afmoe(Architecture):
@@ -45,6 +36,13 @@ class Afmoe(Architecture):
     hf_types = {"afmoe": DEFAULTS}
     hf_classes = ("AfmoeForCausalLM",)
     gguf_types = ("afmoe",)
+    hf_inner = SHARED | {
+        "mlp.gate": "mlp.router.gate",
+        CHOICE_BIAS: "mlp.expert_bias",
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    }
+    gguf_inner = GGUF_NORMS | {"self_attn.gate_proj": "attn_gate"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, act, (rope, context) = config.keys, config.activation(), config.rope()
@@ -65,9 +63,6 @@ class Afmoe(Architecture):
         first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         layers = _layers(config, rope, config.windows(FULL_EVERY), experts, config.dense(), first)
         return config.facts(layers, context, embedding_scale=_embedding_scale(config, True))
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names(GGUF_INNER) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, HF_INNER)
 
 
 def _own(experts: Experts, shared: int) -> Experts:

@@ -18,7 +18,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Curve, LayerFacts
 from .mixers import RopeFacts
-from .names import NameMap, hf_names
 
 # What configurations may leave out.
 DEFAULTS = {
@@ -43,6 +42,7 @@ class Apertus(Architecture):
     hf_types = {"apertus": DEFAULTS}
     hf_classes = ("ApertusForCausalLM",)
     gguf_types = ("apertus",)
+    hf_inner = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         stated = config.keys.text("hidden_act", ACTIVATION)
@@ -68,12 +68,6 @@ class Apertus(Architecture):
             columns.append(values.tolist())
         curves = [_curve(config, numbers) for numbers in zip(*columns, strict=False)]
         return _facts(config, *config.rope(), curves[: config.num_layers])
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return super().names(checkpoint)
-        inner = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
-        return hf_names(checkpoint.tensors, inner)
 
 
 def _facts(config: Config, rope: RopeFacts, context: int, curves: Sequence[Curve]) -> ModelFacts:

@@ -24,6 +24,8 @@ class Architecture(ABC):
     hf_wrappers: ClassVar[Mapping[str, str]] = {}  # multi-modal model_type -> that of its text part
     hf_classes: ClassVar[tuple[str, ...]] = ()  # entries of `architectures`, by which the hub lists a model
     gguf_types: ClassVar[tuple[str, ...]] = ()  # values of general.architecture
+    hf_inner: ClassVar[Mapping[str, str]] = {}  # `NameMap.inner` of safetensors
+    gguf_inner: ClassVar[Mapping[str, str]] = {}  # that of GGUF files, on top of `GGUF_LAYER`
 
     @abstractmethod
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -39,4 +41,9 @@ class Architecture(ABC):
         return {key: value for key, value in text.items() if key not in self.hf_renamed} | ours
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors)
+        inner = self.inner_names(checkpoint)
+        return gguf_names(inner) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, inner)
+
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """`hf_inner` or `gguf_inner`; overridden where a family's files differ."""
+        return self.gguf_inner if checkpoint.kind == "gguf" else self.hf_inner

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HIDDEN, MAX_LAYERS
 
 from .architecture import Architecture
@@ -18,7 +17,6 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts, Norms
 from .mixers import RopeFacts
-from .names import NameMap, gguf_names, hf_names
 
 FULL_EVERY, EPS = 4, 1e-5
 KINDS = "sparse", "dense"
@@ -97,6 +95,7 @@ class Cohere2Moe(Cohere2):
     hf_wrappers: ClassVar[dict[str, str]] = {}
     hf_classes = ("Cohere2MoeForCausalLM",)
     gguf_types = ("cohere2moe",)
+    hf_inner = SHARED
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
@@ -148,9 +147,6 @@ class Cohere2Moe(Cohere2):
         layers = self.mixed(config, rope, config.windows(FULL_EVERY), dense, experts, plain, True, bare)
         scale = keys.number("logit_scale", 1e-6, 1e6, 1.0)
         return config.facts(layers, context, eps=EPS, rms_norm_eps=eps, logit_scale=scale)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, SHARED)
 
     def mixed(
         self, config: Config, rope: RopeFacts, windows: Sequence[int | None], dense: Sequence[bool], experts: Experts,

@@ -24,10 +24,10 @@ from .hf import HfConfig
 from .layers import Dense, Experts, Fusion, LayerFacts
 from .mistral3 import gguf_temperature, hf_temperature
 from .mixers import KimiDelta, LatentAttention, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS, NameMap
 from .pixtral_vision import row_vision, with_rows
 
-GGUF_LATENT = GGUF_LAYER | {
+GGUF_LATENT = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -36,7 +36,6 @@ GGUF_LATENT = GGUF_LAYER | {
     "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.k_b_proj.{}": "attn_k_b.{}",
     "self_attn.v_b_proj.{}": "attn_v_b.{}",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 # defaults for keys that configurations may omit
@@ -62,6 +61,8 @@ class DeepseekV2(Architecture):
     hf_renamed = {"qk_rope_head_dim": "head_dim"}  # the rotated part of a head
     hf_classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ("deepseek2",)
+    hf_inner = SHARED
+    gguf_inner = GGUF_LATENT
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = self.rope(config)
@@ -187,9 +188,6 @@ class DeepseekV2(Architecture):
     def stores_by_head(self, config: GgufConfig) -> bool:
         """Whether the up projections of latents are stored per head."""
         return any(".attn_k_b." in name for name in config.checkpoint.tensors)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names(GGUF_LATENT) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, SHARED)
 
 
 class DeepseekV3(DeepseekV2):
@@ -322,7 +320,7 @@ def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
 def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
     """The experts. Older files do not state the kind of router: with a choice bias it is a sigmoid router."""
     keys = config.keys
-    name = config.names.tensor(f"model.layers.{dense}.mlp.gate.e_score_correction_bias")
+    name = config.names.tensor(f"model.layers.{dense}.{CHOICE_BIAS}")
     biased = name in config.checkpoint.tensors
     kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
     if kind not in (SOFTMAX, SIGMOID):

@@ -23,9 +23,9 @@ from .gguf import GgufConfig
 from .glm5_next import MOST_ROUNDS
 from .hf import HfConfig, object_of
 from .kimi_linear import limits_of
-from .layers import Experts, LayerFacts, MixedConnections
+from .layers import EXPERT_TABLE, Experts, LayerFacts, MixedConnections
 from .mixers import CompressedAttention, EntryIndex, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
+from .names import CHOICE_BIAS, NameMap, gguf_names
 from .qwen4_exp import MOST_STREAMS, PAGE, shared_layers
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -46,13 +46,10 @@ for _ours, _theirs in ((_COMPRESSOR, "attn.compressor"), (_INDEXER, "attn.indexe
     PUBLISHED |= {f"{_ours}.position_bias": f"{_theirs}.ape", f"{_ours}.kv_norm": f"{_theirs}.norm"}
 PUBLISHED |= {f"{_INDEXER}.q_b_proj": "attn.indexer.wq_b", f"{_INDEXER}.weights_proj": "attn.indexer.weights_proj"}
 PUBLISHED |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn.gate"}
-PUBLISHED |= {
-    "mlp.gate.e_score_correction_bias": "ffn.gate.e_score_correction_bias",
-    "mlp.gate.tid2eid": "ffn.gate.tid2eid",
-}
+PUBLISHED |= {CHOICE_BIAS: "ffn.gate.e_score_correction_bias", EXPERT_TABLE: "ffn.gate.tid2eid"}
 PUBLISHED |= {f"mlp.experts.{{}}.{ours}": f"ffn.experts.{{}}.{theirs}" for ours, theirs in _EXPERT.items()}
 PUBLISHED |= {f"mlp.shared_expert.{ours}": f"ffn.shared_experts.{theirs}" for ours, theirs in _EXPERT.items()}
-_GGUF = GGUF_LAYER | {
+_GGUF = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_norm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -63,8 +60,7 @@ _GGUF = GGUF_LAYER | {
     "self_attn.sinks": "attn_sinks.weight",
     f"{_INDEXER}.q_b_proj": "indexer.attn_q_b",
     f"{_INDEXER}.weights_proj": "indexer.proj",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.gate.tid2eid": "ffn_gate_tid2eid.ids",
+    EXPERT_TABLE: "ffn_gate_tid2eid.ids",
 }
 for _ours, _theirs in ((_COMPRESSOR, "attn_compressor"), (_INDEXER, "indexer_compressor")):
     _GGUF |= {f"{_ours}.kv_proj": f"{_theirs}_kv", f"{_ours}.gate_proj": f"{_theirs}_gate"}

@@ -16,7 +16,7 @@ from .gemma4 import FULL_EVERY, FULL_THETA, LOCAL_THETA, Stack, full_attention, 
 from .hf import HfConfig
 from .layers import InputTable
 from .mixers import RopeFacts
-from .names import NameMap, hf_names
+from .names import NameMap
 
 # What configurations may leave out.
 DEFAULTS = {
@@ -36,7 +36,7 @@ DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 INPUTS = ("per_layer_model_projection", "per_layer_projection_norm")
-BLOCK = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+_BLOCK = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 class EmbeddingGemma2(Architecture):
@@ -47,6 +47,7 @@ class EmbeddingGemma2(Architecture):
     hf_types = {"embedding_gemma2_text": DEFAULTS}
     hf_wrappers = {"embedding_gemma2": "embedding_gemma2_text"}
     hf_classes = ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel")
+    hf_inner = {name: f"ple_block.{name}" for name in _BLOCK}
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Without a factor for all layers: only the scaling "proportional" has one, of its own."""
@@ -81,7 +82,7 @@ class EmbeddingGemma2(Architecture):
         return stack.facts(config, context, projections=(last, *config.projections))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        found = hf_names(checkpoint.tensors, {name: f"ple_block.{name}" for name in BLOCK})
+        found = super().names(checkpoint)
         start = found.top["model.norm"].removesuffix("norm")
         inputs = {f"model.{name}": f"{start}ple.{name}" for name in INPUTS}
         return replace(found, top={**found.top, **inputs, "model.embedding_projection": f"{start}embedding_projection"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
 
 from .architecture import Architecture
@@ -15,7 +14,7 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 # defaults for keys that configurations may omit
 DEFAULTS = {
@@ -23,7 +22,6 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"count": "moe_num_experts", "top_k": "moe_k", "inner": "moe_intermediate_size"}
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 
 
 class Ernie4_5(Architecture):
@@ -69,6 +67,7 @@ class Ernie4_5Moe(Ernie4_5):
     }
     hf_classes = ("Ernie4_5_MoeForCausalLM",)
     gguf_types = ("ernie4_5-moe",)
+    hf_inner = SHARED
 
     def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
         keys, attention, act, last = config.keys, config.attention(rope), config.activation(), config.num_layers - 1
@@ -88,8 +87,3 @@ class Ernie4_5Moe(Ernie4_5):
         experts = replace(experts, shared_inner=keys.integer(shared, 0, MAX_EXPERTS, 0) * experts.inner)
         kinds = LayerFacts(attention, config.dense(act)), LayerFacts(attention, experts)
         return tuple(kinds[one] for one in sparse)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return hf_names(checkpoint.tensors, SHARED)
-        return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})

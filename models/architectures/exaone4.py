@@ -4,7 +4,7 @@ K-EXAONE: the usual norms, experts behind a sigmoid router with a choice bias, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -17,11 +17,10 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 from .olmo2 import AFTER, FULL_EVERY, NORMS
 
 KINDS = "sparse", "dense"
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 DEFAULTS = {
     "vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
@@ -38,6 +37,7 @@ class Exaone4(Architecture):
     hf_wrappers = {"exaone4_5": "exaone4"}
     hf_classes = ("Exaone4ForCausalLM",)
     gguf_types = ("exaone4",)
+    gguf_inner = AFTER
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -48,9 +48,6 @@ class Exaone4(Architecture):
         rope, context = config.rope()
         windows = config.windows(FULL_EVERY)
         return _facts(config, rope, context, windows, config.dense(), turns=not any(windows))
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names(GGUF_LAYER | AFTER) if checkpoint.kind == "gguf" else super().names(checkpoint)
 
 
 class ExaoneMoe(Architecture):
@@ -65,6 +62,7 @@ class ExaoneMoe(Architecture):
     }
     hf_classes = ("ExaoneMoeForCausalLM",)
     gguf_types = ("exaone-moe",)
+    hf_inner = SHARED
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, act, (rope, context) = config.keys, config.activation(), config.rope()
@@ -93,12 +91,10 @@ class ExaoneMoe(Architecture):
         ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
         return _mixed(config, rope, context, config.windows(FULL_EVERY), ffns)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(".mlp.e_score_correction_bias") for name in checkpoint.tensors)
         own = {CHOICE_BIAS: "mlp.e_score_correction_bias"} if published else {}
-        return hf_names(checkpoint.tensors, SHARED | own)
+        return {**super().inner_names(checkpoint), **own}
 
 
 def _own(experts: Experts, shared: int) -> Experts:

@@ -5,6 +5,7 @@ Two dense layers come first; every other layer has small experts and a shared ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from localllm.checkpoint import Checkpoint
@@ -14,7 +15,6 @@ from .facts import ModelFacts, repeated
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
-from .names import NameMap, hf_names
 from .qwen3_moe import Qwen3Moe
 
 FULL_EVERY, DENSE = 4, 2  # of which the second sees all positions; the number of dense layers at the start
@@ -55,6 +55,6 @@ class Flint(Qwen3Moe):
         kinds = [repeated(LayerFacts(attention, ffn), windows, rope) for ffn in (experts, config.dense(act))]
         return config.facts(tuple(kinds[layer in dense][layer] for layer in range(config.num_layers)), context)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
-        return hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+        return {SINKS: PUBLISHED_SINKS} if published else {}

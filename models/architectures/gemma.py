@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
@@ -13,7 +11,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
-from .names import NameMap, gguf_names
 
 ACT = "gelu_tanh"
 
@@ -39,9 +36,6 @@ class Gemma(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         return _facts(config, *config.rope(), ACT)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names() if checkpoint.kind == "gguf" else super().names(checkpoint)
 
 
 def _facts(config: Config, rope: RopeFacts, context: int, act: str, norm_offset: float = 0.0) -> ModelFacts:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # the same in all models; omitted in old files
 DEFAULTS = {
@@ -32,6 +29,7 @@ class Gemma2(Architecture):
     hf_types = {"gemma2": DEFAULTS, "vaultgemma": DEFAULTS}
     hf_classes = ("Gemma2ForCausalLM", "VaultGemmaForCausalLM")
     gguf_types = ("gemma2",)
+    gguf_inner = GGUF_NORMS
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -53,6 +51,3 @@ class Gemma2(Architecture):
         layers = repeated(layer, config.windows(FULL_EVERY, WINDOW))
         cap = config.keys.number("final_logit_softcapping", 1e-3, 1e6, LOGIT_CAP)
         return config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), logit_softcap=cap)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names(GGUF_LAYER | GGUF_NORMS) if checkpoint.kind == "gguf" else super().names(checkpoint)

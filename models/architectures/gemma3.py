@@ -14,7 +14,7 @@ from .gguf import GgufConfig
 from .hf import Described, HfConfig, below
 from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import NameMap
 from .vision import VisionFacts
 
 FULL_EVERY = 6  # five windowed layers, then one of full attention; files often omit the pattern
@@ -41,7 +41,7 @@ NORMS = Norms(
     after_mixer="post_attention_layernorm",
     after_ffn="post_feedforward_layernorm",
 )
-GGUF_NORMS = {
+GGUF_NORMS = {  # there, ffn_norm is the norm before the feed-forward layer, since there is one on each side
     "pre_feedforward_layernorm": "ffn_norm",
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -57,6 +57,7 @@ class Gemma3(Architecture):
     hf_wrappers = {"gemma3": "gemma3_text"}
     hf_classes = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
     gguf_types = ("gemma3", EMBEDDING)
+    gguf_inner = GGUF_NORMS
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, local_rope, context = config.ropes(FULL_THETA, LOCAL_THETA)
@@ -85,10 +86,8 @@ class Gemma3(Architecture):
         return config.facts(layers, context, eps=EPS, embedding_scale=math.sqrt(config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """The names; in GGUF, ffn_norm is the norm before the MLP, since there is one on each side."""
-        if checkpoint.kind != "gguf":
-            return replace(hf_names(checkpoint.tensors), parts=_part_names(checkpoint))
-        return gguf_names(GGUF_LAYER | GGUF_NORMS)
+        found = super().names(checkpoint)
+        return found if checkpoint.kind == "gguf" else replace(found, parts=_part_names(checkpoint))
 
 
 def halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:

@@ -23,7 +23,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, InputTable, Streams
 from .mixers import Attention, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import NameMap
 
 FULL_EVERY, LOGIT_CAP = 5, 30.0
 MOST_STREAMS = 16  # published models have four
@@ -72,6 +72,7 @@ class Gemma3n(Architecture):
     hf_wrappers = {"gemma3n": "gemma3n_text"}
     hf_classes = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
     gguf_types = ("gemma3n",)
+    gguf_inner = GGUF_NORMS | GGUF_INNER | GGUF_STREAMS
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, num_layers = config.keys, config.num_layers
@@ -117,10 +118,9 @@ class Gemma3n(Architecture):
         return stack.facts(config, context, logit_softcap=cap)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
+        found = super().names(checkpoint)
         if checkpoint.kind == "gguf":
-            found = gguf_names(GGUF_LAYER | GGUF_NORMS | GGUF_INNER | GGUF_STREAMS)
             return replace(found, top={**found.top, **GGUF_TOP, **GGUF_OUTER})
-        found = hf_names(checkpoint.tensors)
         start = found.top["model.norm"].removesuffix("norm")
         outer = {name: start + name.removeprefix("model.") for name in (*GGUF_TOP, *GGUF_OUTER)}
         return replace(found, top={**found.top, **outer})

@@ -24,7 +24,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig, object_of
 from .layers import Assistant, Dense, Experts, InputTable, LayerFacts, LayerInput, Streams
 from .mixers import Attention, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import NameMap
 from .vision import Bidirectional
 
 FULL_EVERY, FULL_THETA, LOCAL_THETA, TURNED = 6, 1_000_000.0, 10_000.0, 0.25
@@ -86,6 +86,8 @@ class Gemma4(Architecture):
     hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"} | ASSISTANTS
     hf_classes = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
     gguf_types = ("gemma4", "gemma4-assistant")
+    hf_inner = EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES
+    gguf_inner = GGUF_NORMS | GGUF_INNER
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
@@ -163,10 +165,9 @@ class Gemma4(Architecture):
         return replace(found, assistant=assistant)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
+        found = super().names(checkpoint)
         if checkpoint.kind == "gguf":
-            found = gguf_names(GGUF_LAYER | GGUF_NORMS | GGUF_INNER)
             return replace(found, top={**found.top, **GGUF_TOP})
-        found = hf_names(checkpoint.tensors, EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES)
         start = found.top["model.norm"].removesuffix("norm")
         tables = (name for name in GGUF_TOP if name.startswith("model."))
         top = {**found.top, **{name: start + name.removeprefix("model.") for name in tables}}

@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts, Norms
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 SIZES = {
     "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 13_696, "num_hidden_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 2,
 }  # fmt: skip
 NORMS = Norms(after_mixer="post_self_attn_layernorm", after_ffn="post_mlp_layernorm")
+GGUF_NORMS = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 USUAL = {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131_072}
 
 
@@ -31,8 +29,8 @@ class Glm(Architecture):
     hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {"glm": SIZES | USUAL}
     hf_classes: ClassVar[tuple[str, ...]] = ("GlmForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ("chatglm",)
+    gguf_inner: ClassVar[Mapping[str, str]] = {"mlp.gate_up_proj": "ffn_up"}
     norms: ClassVar[Norms] = Norms()
-    gguf_names: ClassVar[Mapping[str, str]] = {"mlp.gate_up_proj": "ffn_up"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -47,10 +45,6 @@ class Glm(Architecture):
         layer = LayerFacts(config.attention(replace(rope, permuted=False)), config.dense(), self.norms)
         return config.facts((layer,) * config.num_layers, context)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        own = {**GGUF_LAYER, **self.gguf_names}
-        return gguf_names(own) if checkpoint.kind == "gguf" else super().names(checkpoint)
-
 
 class Glm4(Glm):
     """Blocks' outputs have norms, too."""
@@ -64,9 +58,5 @@ class Glm4(Glm):
     hf_wrappers: ClassVar[Mapping[str, str]] = {"glm4v": "glm4v_text", "glm46v": "glm4v_text"}
     hf_classes = ("Glm4ForCausalLM",)
     gguf_types = ("glm4",)
+    gguf_inner = GGUF_NORMS | {"mlp.gate_up_proj": "ffn_up"}
     norms = NORMS
-    gguf_names: ClassVar[Mapping[str, str]] = {
-        "post_self_attn_layernorm": "post_attention_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-        "mlp.gate_up_proj": "ffn_up",
-    }

@@ -20,7 +20,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Experts, Fusion, LayerFacts
 from .mixers import Attention
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
 
@@ -55,6 +54,7 @@ class Glm4Moe(Architecture):
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
     hf_classes = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM", "Dots1ForCausalLM")
     gguf_types = ("glm4moe", "dots1")
+    hf_inner = SHARED
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
@@ -89,13 +89,10 @@ class Glm4Moe(Architecture):
         layers, predictor = dense_first(config, attention, _with_router(config.mixture(), shared), dense, "silu")
         return config.facts(layers, context, predictor=predictor)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return hf_names(checkpoint.tensors, SHARED)
-        own = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-        if checkpoint.metadata.get("general.architecture") != "dots1":
-            own["post_attention_layernorm"] = "post_attention_norm"
-        return gguf_names(GGUF_LAYER | own)
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        if checkpoint.kind == "gguf" and checkpoint.metadata.get("general.architecture") != "dots1":
+            return {"post_attention_layernorm": "post_attention_norm"}
+        return super().inner_names(checkpoint)
 
 
 def _beyond(config: HfConfig) -> Callable[[int], bool]:

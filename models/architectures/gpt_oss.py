@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Experts, LayerFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SLOPE, LIMIT = 1.702, 7.0  # defaults of swiglu_oai
 DEFAULTS = {
@@ -32,6 +29,8 @@ class GptOss(Architecture):
     hf_types = {"gpt_oss": DEFAULTS}
     hf_classes = ("GptOssForCausalLM",)
     gguf_types = ("gpt-oss",)
+    hf_inner = {"mlp.gate": "mlp.router"}
+    gguf_inner = {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -49,12 +48,6 @@ class GptOss(Architecture):
         attention = config.attention(replace(rope, truncate=False), sinks=True)
         layer = LayerFacts(attention, _with_router(config.mixture(), LIMIT))
         return config.facts(repeated(layer, config.windows(full_every=2)), context)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            own = {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight"}
-            return gguf_names(GGUF_LAYER | own)
-        return hf_names(checkpoint.tensors, {"mlp.gate": "mlp.router"})
 
 
 def _with_router(experts: Experts, limit: float) -> Experts:

@@ -15,13 +15,11 @@ from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts, Norms
-from .names import NameMap, gguf_names, hf_names
 
-# names of the experts in checkpoints; older ones wrap the router
+# names of the experts in checkpoints
 BLOCK = {"mlp.gate": "block_sparse_moe.router"} | {
     f"mlp.experts.{{}}.{kind}_proj": f"block_sparse_moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
 }
-OLD_BLOCK = BLOCK | {"mlp.gate": "block_sparse_moe.router.layer"}
 # keys of the multipliers of embedding and residual stream, and of the divisor of the logits
 HF_SCALES = "embedding_multiplier", "residual_multiplier", "logits_scaling"
 GGUF_SCALES = "embedding_scale", "residual_scale", "logit_scale"
@@ -113,6 +111,7 @@ class GraniteMoe(Granite):
     hf_wrappers = {}
     hf_classes = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
     gguf_types = ("granitemoe",)
+    hf_inner = BLOCK | SHARED
 
     def ffn_from_hf(self, config: HfConfig) -> Experts:
         return experts_of_hf(config)
@@ -121,10 +120,8 @@ class GraniteMoe(Granite):
         shared = config.keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, 0)
         return config.mixture(router="softmax_topk", shared_inner=shared)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names()
-        return hf_names(checkpoint.tensors, block_of(checkpoint) | SHARED)
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        return {**super().inner_names(checkpoint), **old_router(checkpoint)}
 
 
 def experts_of_hf(config: HfConfig) -> Experts:
@@ -134,10 +131,10 @@ def experts_of_hf(config: HfConfig) -> Experts:
     return config.mixture(*given, router="softmax_topk", shared_inner=shared, shared_fused=True)
 
 
-def block_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names of the experts in a safetensors checkpoint."""
-    router = any(name.endswith("block_sparse_moe.router.layer.weight") for name in checkpoint.tensors)
-    return OLD_BLOCK if router else BLOCK
+def old_router(checkpoint: Checkpoint) -> dict[str, str]:
+    """The router's name in older safetensors, which wrap it; {} in others."""
+    name = "block_sparse_moe.router.layer"
+    return {"mlp.gate": name} if any(one.endswith(f"{name}.weight") for one in checkpoint.tensors) else {}
 
 
 def multiplied(config: Config, names: tuple[str, str, str]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HIDDEN
 
@@ -9,12 +11,11 @@ from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
-from .granite import ALONE, GGUF_SCALES, HF_SCALES, SHARED, block_of, experts_of_hf, multiplied
+from .granite import ALONE, BLOCK, GGUF_SCALES, HF_SCALES, SHARED, experts_of_hf, multiplied, old_router
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mamba2 import ATTENTION, GGUF_MAMBA, MAMBA, mamba_of_gguf, mamba_of_hf, no_rope
 from .mixers import Attention, Mamba2
-from .names import NameMap, gguf_names, hf_names
 
 _KEYS = {
     "num_heads": "mamba_n_heads",
@@ -39,6 +40,8 @@ class GraniteHybrid(Architecture):
     }  # fmt: skip
     hf_classes = ("GraniteMoeHybridForCausalLM",)
     gguf_types = ("granitehybrid",)
+    hf_inner = BLOCK | SHARED | ALONE
+    gguf_inner = GGUF_MAMBA
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
@@ -65,10 +68,8 @@ class GraniteHybrid(Architecture):
         mamba = None if all(attends) else mamba_of_gguf(config)
         return config.facts(_layers(config, attends, attention, mamba, ffn), context, **multiplied(config, GGUF_SCALES))
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_MAMBA)
-        return hf_names(checkpoint.tensors, block_of(checkpoint) | SHARED | ALONE)
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        return {**super().inner_names(checkpoint), **old_router(checkpoint)}
 
 
 def _mamba(config: HfConfig) -> Mamba2:

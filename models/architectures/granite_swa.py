@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -11,17 +11,12 @@ from localllm.checkpoint.fields import MAX_HIDDEN
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
-from .granite import DEFAULTS, GGUF_SCALES, HF_MOE, HF_SCALES, SHARED, block_of, experts_of_hf, multiplied
+from .granite import BLOCK, DEFAULTS, GGUF_SCALES, HF_MOE, HF_SCALES, SHARED, experts_of_hf, multiplied, old_router
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mixers import Attention
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY = 4  # the first of every four layers has no window
-GGUF_INNER = GGUF_LAYER | {
-    "self_attn.sinks": "attn_sinks.weight",
-    "mlp.shared_expert.gate_up_proj": "ffn_up_shexp",
-}
 
 
 class GraniteSwa(Architecture):
@@ -38,6 +33,8 @@ class GraniteSwa(Architecture):
     }
     hf_classes = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
     gguf_types = ("granite_swa",)
+    hf_inner = BLOCK | SHARED
+    gguf_inner = {"self_attn.sinks": "attn_sinks.weight", "mlp.shared_expert.gate_up_proj": "ffn_up_shexp"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -57,10 +54,8 @@ class GraniteSwa(Architecture):
         thetas = [rope.theta * turns for turns in config.flags("attention.rope_pattern")]
         return config.facts(_turned(layers, thetas), context, **multiplied(config, GGUF_SCALES))
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_INNER)
-        return hf_names(checkpoint.tensors, block_of(checkpoint) | SHARED)
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        return {**super().inner_names(checkpoint), **old_router(checkpoint)}
 
 
 def _thetas(config: HfConfig) -> Sequence[float]:

@@ -19,10 +19,9 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 KINDS = "sparse", "dense"
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 # defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 290_943, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -42,7 +41,7 @@ class HunYuanDense(Architecture):
     hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {"hunyuan_v1_dense": DEFAULTS}
     hf_classes: ClassVar[tuple[str, ...]] = ("HunYuanDenseV1ForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ("hunyuan-dense",)
-    stored_names: ClassVar[Mapping[str, str]] = NAMES
+    hf_inner = NAMES
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         if config.keys.flag("use_cla"):
@@ -62,11 +61,6 @@ class HunYuanDense(Architecture):
         """The feed-forward layer."""
         return config.dense(config.activation())
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return super().names(checkpoint)
-        return hf_names(checkpoint.tensors, self.stored_names)
-
 
 class HunYuanMoe(HunYuanDense):
     """Experts in all layers, and a shared expert."""
@@ -76,7 +70,7 @@ class HunYuanMoe(HunYuanDense):
     hf_types = {"hunyuan_v1_moe": DEFAULTS | {"num_experts": 1, "moe_topk": 1, "num_shared_expert": 1}}
     hf_classes = ("HunYuanMoEV1ForCausalLM",)
     gguf_types = ("hunyuan-moe",)
-    stored_names = NAMES | OF_EXPERTS
+    hf_inner = NAMES | OF_EXPERTS
 
     def ffn(self, config: HfConfig | GgufConfig) -> Dense | Experts:
         inner = config.size("inner", 1, MAX_HIDDEN * 4)
@@ -137,16 +131,16 @@ class HyV3(Architecture):
         dense = [name not in config.checkpoint.tensors for name in routers]
         return _hy_v3(config, *config.rope(), experts, shared, dense, "silu")
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         tensors = checkpoint.tensors
         if checkpoint.kind == "gguf":
             old = any(name.endswith(".exp_probs_b.bias") for name in tensors)  # from before llama.cpp read such files
-            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias" if old else "exp_probs_b"})
+            return {} if old else {CHOICE_BIAS: "exp_probs_b"}
         own = {"shared_head.norm": "final_layernorm"}
         if any(name.endswith(".mlp.router.gate.weight") for name in tensors):
             shared = {name: name.replace("shared_expert", "shared_mlp") for name in SHARED}
-            return hf_names(tensors, own | shared | {"mlp.gate": "mlp.router.gate", CHOICE_BIAS: "mlp.expert_bias"})
-        return hf_names(tensors, own | SHARED | {CHOICE_BIAS: "mlp.e_score_correction_bias"})
+            return own | shared | {"mlp.gate": "mlp.router.gate", CHOICE_BIAS: "mlp.expert_bias"}
+        return own | SHARED | {CHOICE_BIAS: "mlp.e_score_correction_bias"}
 
 
 def _hy_v3(

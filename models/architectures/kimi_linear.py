@@ -20,7 +20,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Experts
 from .mixers import KimiDelta, LatentAttention, RopeFacts
-from .names import NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS, NameMap, gguf_names, hf_names
 
 FLASH = 42, 2560  # layers and hidden size of Ling 3.0 flash, whose last layers were trained with limits
 OLD = (
@@ -118,7 +118,7 @@ class KimiLinear(Glm4MoeLite):
         mixture = "block_sparse_moe"
         inner = delta_names("self_attn", "o_proj") | {
             "mlp.gate": f"{mixture}.gate",
-            "mlp.gate.e_score_correction_bias": f"{mixture}.gate.e_score_correction_bias",
+            CHOICE_BIAS: f"{mixture}.gate.e_score_correction_bias",
             **{f"mlp.experts.{{}}.{name}": f"{mixture}.experts.{{}}.{short}" for name, short in _EXPERT.items()},
             **{f"mlp.shared_expert.{name}": f"{mixture}.shared_experts.{name}" for name in _EXPERT},
         }
@@ -224,7 +224,7 @@ class Ling3(KimiLinear):
             **{f"self_attn.{name}": f"attention.{name}" for name in own},
             "self_attn.o_proj": "attention.dense",
             "self_attn.gate_proj": "attention.g_proj",
-            "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+            CHOICE_BIAS: "mlp.gate.expert_bias",
             **{f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in _EXPERT},
             "shared_head.norm": "final_layernorm",
         }

@@ -5,6 +5,8 @@ The router chooses by logits with a bias, and weighs by the sigmoids of the logi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HIDDEN
 
@@ -12,12 +14,12 @@ from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
-from .glm4 import NORMS
+from .glm4 import GGUF_NORMS, NORMS
 from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 FULL_EVERY = 5  # the last of so many layers sees all positions
 # What configurations may leave out.
@@ -27,8 +29,6 @@ DEFAULTS = {
     "num_local_experts": 384, "num_experts_per_tok": 6, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }  # fmt: skip
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-_GGUF = GGUF_LAYER | {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 
 
 class Kolibri1(Architecture):
@@ -39,6 +39,8 @@ class Kolibri1(Architecture):
     hf_types = {"kolibri1": DEFAULTS}
     hf_classes = ("Kolibri1ForCausalLM",)
     gguf_types = ("kolibri1",)
+    hf_inner = SHARED
+    gguf_inner = GGUF_NORMS
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -62,13 +64,11 @@ class Kolibri1(Architecture):
         )
         return _facts(config, rope, context, config.windows(FULL_EVERY), experts)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names(_GGUF | {CHOICE_BIAS: "exp_probs_b.bias"})
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         if not any(name.endswith(".moe.router.expert_bias") for name in checkpoint.tensors):
-            return hf_names(checkpoint.tensors, SHARED)
+            return super().inner_names(checkpoint)
         after = {"post_self_attn_layernorm": "post_attn_norm", "post_mlp_layernorm": "post_ffn_norm"}
-        return hf_names(checkpoint.tensors, SHARED | after | {CHOICE_BIAS: "moe.router.expert_bias"})
+        return SHARED | after | {CHOICE_BIAS: "moe.router.expert_bias"}
 
 
 def _facts(

@@ -5,7 +5,7 @@ Windowed layers have RoPE and a number of query heads of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 FULL_EVERY, THETA, LOCAL_THETA = 4, 500_000.0, 10_000.0  # the first of four layers sees all positions
 # What configurations may leave out.
@@ -36,7 +36,7 @@ DEFAULTS = {
     },
 }  # fmt: skip
 KINDS = "sparse", "dense"
-GATE, CHOICE_BIAS = "self_attn.gate_proj", "mlp.gate.e_score_correction_bias"
+GATE = "self_attn.gate_proj"
 
 
 class Laguna(Architecture):
@@ -47,6 +47,7 @@ class Laguna(Architecture):
     hf_types = {"laguna": DEFAULTS}
     hf_classes = ("LagunaForCausalLM",)
     gguf_types = ("laguna",)
+    gguf_inner = {GATE: "attn_gate"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, act, (rope, local_rope, context) = config.keys, config.activation(), config.ropes(THETA, LOCAL_THETA)
@@ -85,12 +86,12 @@ class Laguna(Architecture):
         kind = "apart" if gate is not None and gate.shape[0] == heads[0] * config.head_dim else "heads"
         return config.facts(_layers(config, (rope, local_rope), windows, heads, ffns, kind), context)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_LAYER | {GATE: "attn_gate", CHOICE_BIAS: "exp_probs_b.bias"})
+            return super().inner_names(checkpoint)
         published = any(name.endswith(".mlp.experts.e_score_correction_bias") for name in checkpoint.tensors)
         own = {CHOICE_BIAS: "mlp.experts.e_score_correction_bias"} if published else SHARED  # as transformers saves it
-        return hf_names(checkpoint.tensors, own | {GATE: "self_attn.g_proj"})
+        return own | {GATE: "self_attn.g_proj"}
 
 
 def _own(experts: Experts, shared: int, scale: float | None = None) -> Experts:

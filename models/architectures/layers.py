@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .mixers import EXPANDED, TOKEN_ROUTERS, Paged, Stateful
+from .names import CHOICE_BIAS
 
 
 class Curve(NamedTuple):
@@ -138,7 +139,7 @@ class Experts:
             of_all = {name: shape for name, shape in self.linears(hidden).items() if "shared" not in name}
             sizes = {f"{name}.bias": shape[:1] for name, shape in of_all.items()}
         if self.choice_bias:
-            sizes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
+            sizes[CHOICE_BIAS] = (self.num_experts,)
         if self.apart:
             sizes |= {f"{name}.weight": (hidden,) for name in APART_NORMS} | {"mlp.gate.scale": (hidden,)}
         if self.scales == "router":

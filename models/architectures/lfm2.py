@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts, Norms
 from .mixers import Attention, RopeFacts, ShortConv
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS, NameMap
 
 KINDS = "conv", "full_attention"
 FULL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of LFM3
@@ -33,22 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
 }
-_INNER = {
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "self_attn.q_layernorm",
-    "self_attn.k_norm": "self_attn.k_layernorm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate": "feed_forward.gate",
-    "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
-}
 _PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_GGUF_INNER = GGUF_LAYER | {
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-}
 
 
 class Lfm2(Architecture):
@@ -65,7 +50,16 @@ class Lfm2(Architecture):
     hf_wrappers = {"lfm2_vl": "lfm2"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ("lfm2",)
-    inner: ClassVar[dict[str, str]] = _INNER  # names in safetensors
+    hf_inner: ClassVar[dict[str, str]] = {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate": "feed_forward.gate",
+        CHOICE_BIAS: "feed_forward.expert_bias",
+    }
+    gguf_inner = {f"conv.{name}": f"shortconv.{name}" for name in ("in_proj", "conv", "out_proj")}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -100,19 +94,22 @@ class Lfm2(Architecture):
         return [config.dense()] * config.num_layers
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            found, last = gguf_names(_GGUF_INNER), "token_embd_norm"
-        else:
-            # transformers saves the experts of a layer as one tensor, with names that differ from the published files
-            stacked = any("feed_forward.experts." in name and "_proj." in name for name in checkpoint.tensors)
-            inner = {f"mlp.{part}": f"feed_forward.{name}" for part, name in _PARTS.items()}
-            for part, name in _PARTS.items():
-                inner[f"mlp.experts.{{}}.{part}"] = f"feed_forward.experts.{{}}.{part if stacked else name}"
-            if any(".self_attn.g_proj." in name for name in checkpoint.tensors):  # the name in the model's code
-                inner["self_attn.gate_proj"] = "self_attn.g_proj"
-            found = hf_names(checkpoint.tensors, self.inner | inner)
-            last = found.top["model.norm"].removesuffix("norm") + "embedding_norm"
+        found = super().names(checkpoint)
+        is_gguf = checkpoint.kind == "gguf"
+        last = "token_embd_norm" if is_gguf else found.top["model.norm"].removesuffix("norm") + "embedding_norm"
         return replace(found, top={**found.top, "model.norm": last})
+
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        if checkpoint.kind == "gguf":
+            return self.gguf_inner
+        # transformers saves the experts of a layer as one tensor, with names that differ from the published files
+        stacked = any("feed_forward.experts." in name and "_proj." in name for name in checkpoint.tensors)
+        inner = {f"mlp.{part}": f"feed_forward.{name}" for part, name in _PARTS.items()}
+        for part, name in _PARTS.items():
+            inner[f"mlp.experts.{{}}.{part}"] = f"feed_forward.experts.{{}}.{part if stacked else name}"
+        if any(".self_attn.g_proj." in name for name in checkpoint.tensors):  # the name in the model's code
+            inner["self_attn.gate_proj"] = "self_attn.g_proj"
+        return self.hf_inner | inner
 
 
 class Lfm2Moe(Lfm2):
@@ -160,7 +157,7 @@ class Lfm3(Lfm2):
     hf_wrappers = {"lfm3_vl": "lfm3"}
     hf_classes = ("Lfm3ForCausalLM",)
     gguf_types = ()
-    inner = {
+    hf_inner = {
         "input_layernorm": "operator_norm",
         "post_attention_layernorm": "post_operator_norm",
         "pre_feedforward_layernorm": "ffn_norm",

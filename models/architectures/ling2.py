@@ -17,7 +17,7 @@ from .facts import ModelFacts
 from .gguf import GgufConfig
 from .glm4_moe import SHARED, dense_first
 from .hf import HfConfig
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS, NameMap
 
 # defaults for keys that configurations may omit
 DEFAULTS = {
@@ -27,12 +27,6 @@ DEFAULTS = {
     "num_shared_experts": 1, "moe_intermediate_size": 512, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
-_ATTENTION = {
-    "self_attn.qkv_proj": "attention.query_key_value",
-    "self_attn.q_norm": "attention.query_layernorm",
-    "self_attn.k_norm": "attention.key_layernorm",
-    "self_attn.o_proj": "attention.dense",
-}
 
 
 class Ling2(Architecture):
@@ -43,6 +37,15 @@ class Ling2(Architecture):
     hf_types = {"bailing_moe": DEFAULTS, "bailing_moe_v2": DEFAULTS}
     hf_classes = ("BailingMoeV2ForCausalLM",)
     gguf_types = ("bailingmoe2",)
+    hf_inner = SHARED | {
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "self_attn.o_proj": "attention.dense",
+        CHOICE_BIAS: "mlp.gate.expert_bias",
+        "shared_head.norm": "final_layernorm",
+    }
+    gguf_inner = {"shared_head.norm": "layer_output_norm"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -73,7 +76,7 @@ class Ling2(Architecture):
         if kind != SIGMOID:
             raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
-        name = config.names.tensor(f"model.layers.{dense}.mlp.gate.e_score_correction_bias")
+        name = config.names.tensor(f"model.layers.{dense}.{CHOICE_BIAS}")
         experts = config.mixture(
             router="sigmoid",
             choice_bias=name in config.checkpoint.tensors,
@@ -86,9 +89,7 @@ class Ling2(Architecture):
         return config.facts(layers, context, predictor=predictor)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
+        found = super().names(checkpoint)
         if checkpoint.kind == "gguf":
-            own = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "shared_head.norm": "layer_output_norm"}
-            return gguf_names(GGUF_LAYER | own)
-        own = {"mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias", "shared_head.norm": "final_layernorm"}
-        found = hf_names(checkpoint.tensors, _ATTENTION | SHARED | own)
+            return found
         return replace(found, top={**found.top, "model.embed_tokens": "model.word_embeddings"})

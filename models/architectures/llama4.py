@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HIDDEN, MAX_LAYERS
 
 from .architecture import Architecture
@@ -14,7 +13,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mixers import Attention, RopeFacts
-from .names import NameMap, hf_names
 
 FULL, IN_CHUNKS = "full_attention", "chunked_attention"
 # defaults for what GGUF files do not state and configurations may omit
@@ -22,7 +20,8 @@ STILL_EVERY = 4  # every fourth layer has full attention without RoPE
 CHUNK = 8192
 GROWTH = (0.1, 8192)  # attention temperature in layers without RoPE
 UNNORMED = 128  # number of experts in Maverick, which has no query and key norms; its GGUF files do not state that
-PLACES = ("", "shared_expert.", "experts.{}.")  # prefixes of feed-forward layers
+_PLACES = ("", "shared_expert.", "experts.{}.")  # prefixes of feed-forward layers
+_MODULES = [f"{place}{kind}_proj" for place in _PLACES for kind in ("gate", "up", "down")]
 DEFAULTS = {
     "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384,
     "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
@@ -41,6 +40,7 @@ class Llama4(Architecture):
     hf_wrappers = {"llama4": "llama4_text"}
     hf_classes = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
     gguf_types = ("llama4",)
+    hf_inner = {"mlp.gate": "feed_forward.router"} | {f"mlp.{name}": f"feed_forward.{name}" for name in _MODULES}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, act = config.keys, config.activation()
@@ -74,13 +74,6 @@ class Llama4(Architecture):
         ffns = [experts if layer in sparse else dense for layer in range(config.num_layers)]
         turns = [chunk is not None or not any(chunks) for chunk in chunks]
         return config.facts(_layers(attention, turns, chunks, ffns), context)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return super().names(checkpoint)
-        modules = [f"{place}{kind}_proj" for place in PLACES for kind in ("gate", "up", "down")]
-        inner = {f"mlp.{module}": f"feed_forward.{module}" for module in modules}
-        return hf_names(checkpoint.tensors, inner | {"mlp.gate": "feed_forward.router"})
 
 
 def _with_router(experts: Experts) -> Experts:

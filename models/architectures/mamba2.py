@@ -11,9 +11,8 @@ from localllm.checkpoint.mapped_file import bad
 from .config import Config
 from .gguf import GgufConfig
 from .mixers import Mamba2, RopeFacts
-from .names import GGUF_LAYER
 
-GGUF_MAMBA = GGUF_LAYER | {
+GGUF_MAMBA = {
     "mamba.in_proj": "ssm_in",
     "mamba.out_proj": "ssm_out",
     "mamba.conv1d": "ssm_conv1d",

@@ -22,11 +22,10 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import NameMap
 
 THETA, LOCAL_THETA = 5_000_000.0, 10_000.0
 SINKS, PUBLISHED_SINKS = "self_attn.sinks", "self_attn.attention_sink_bias"
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 # What configurations may leave out.
 DEFAULTS = SIZES | {
     "vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "moe_intermediate_size": 2048,
@@ -47,6 +46,7 @@ class MimoV2(Architecture):
     hf_renamed = {"layernorm_epsilon": "rms_norm_eps", "swa_rope_theta": "rope_local_base_freq"}
     hf_classes = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
     gguf_types = ("mimo2",)
+    gguf_inner = {SINKS: "attn_sinks.weight"}
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
@@ -98,11 +98,14 @@ class MimoV2(Architecture):
         heads = config.each(config.KEYS["kv_heads"], 1, MAX_HEADS, config.num_kv_heads)
         return _facts(config, (rope, local_rope), context, windows, heads, sparse, config.mixture(), values, scale)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_LAYER | {SINKS: "attn_sinks.weight", CHOICE_BIAS: "exp_probs_b.bias"})
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
-        found = hf_names(checkpoint.tensors, {SINKS: PUBLISHED_SINKS} if published else None)
+        return {SINKS: PUBLISHED_SINKS} if published else super().inner_names(checkpoint)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        found = super().names(checkpoint)
+        if checkpoint.kind == "gguf":
+            return found
         start = found.top["model.norm"].removesuffix("norm")
         parts = ("embed_tokens.", "layers.", "norm.")  # not the MTP heads
         return replace(found, text=(*(start + part for part in parts), f"{found.top['lm_head']}."))

@@ -15,7 +15,7 @@ from .hf import HfConfig
 from .layers import Experts, LayerFacts
 from .mixers import RopeFacts
 from .mixtral import BLOCK
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 # defaults for keys that configurations may omit
 DEFAULTS = {
@@ -23,7 +23,6 @@ DEFAULTS = {
     "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608,
     "rope_theta": 5_000_000.0, "num_local_experts": 256, "num_experts_per_tok": 8,
 }  # fmt: skip
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 
 
 class MiniMaxM2(Architecture):
@@ -52,12 +51,12 @@ class MiniMaxM2(Architecture):
             values.setdefault("partial_rotary_factor", turned / dim)
         return values
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})
+            return {}
         published = any(".block_sparse_moe." in name for name in checkpoint.tensors)
         inner, owner = (BLOCK, "block_sparse_moe") if published else ({}, "mlp")
-        return hf_names(checkpoint.tensors, inner | {CHOICE_BIAS: f"{owner}.e_score_correction_bias"})
+        return inner | {CHOICE_BIAS: f"{owner}.e_score_correction_bias"}
 
 
 def _facts(config: Config, rope: RopeFacts, context: int, experts: Experts) -> ModelFacts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
@@ -10,7 +12,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .llama import Llama
-from .names import NameMap, hf_names
 
 # names in published checkpoints; transformers 5 uses our names
 BLOCK = {"mlp.gate": "block_sparse_moe.gate"} | {
@@ -39,6 +40,5 @@ class Mixtral(Architecture):
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         return Llama().from_gguf(config)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        inner = BLOCK if any(".block_sparse_moe." in name for name in checkpoint.tensors) else {}
-        return hf_names(checkpoint.tensors, inner)
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        return BLOCK if any(".block_sparse_moe." in name for name in checkpoint.tensors) else {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gemma3 import GGUF_NORMS, NORMS
@@ -13,7 +11,6 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, LOGIT_CAP = 4, 20.0  # counted from the last layer
 POST_NORM_EPS = 1e-8  # GGUF files have no key for it
@@ -36,6 +33,7 @@ class MuseGlimmer(Architecture):
     hf_wrappers = {"muse_glimmer": "muse_glimmer_text"}
     hf_classes = ("MuseGlimmerForConditionalGeneration",)
     gguf_types = ("muse-glimmer",)
+    gguf_inner = GGUF_NORMS | {"self_attn.gate_proj": "attn_gate"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
@@ -65,8 +63,3 @@ class MuseGlimmer(Architecture):
         layers = repeated(layer, config.windows(FULL_EVERY), local_rope)
         scale = keys.number("logit_scale", 1e-6, 1e6)
         return config.facts(layers, context, embedding_norm=True, logit_scale=scale)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
-        return gguf_names(GGUF_LAYER | GGUF_NORMS | {"self_attn.gate_proj": "attn_gate"})

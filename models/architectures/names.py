@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 TOWER = ("vision.", "projector.")  # prefixes of canonical names of a vision tower
 MTP = "mtp."  # prefix of the MTP head in Qwen files
 _WRAPPERS = ("language_model.model.", "model.language_model.", "model.text_model.", "language_model.")
@@ -29,6 +30,7 @@ GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    CHOICE_BIAS: "exp_probs_b.bias",
     "mlp.experts.{}.gate_proj": "ffn_gate_exps.{}",
     "mlp.experts.{}.up_proj": "ffn_up_exps.{}",
     "mlp.experts.{}.down_proj": "ffn_down_exps.{}",
@@ -105,10 +107,12 @@ def predictor_names(number: object) -> dict[str, str]:
     return names | {start: f"{MTP}layers.0."}
 
 
-def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:
-    """The names that llama.cpp's converter writes; a tower's tensors already have canonical names (`mmproj`)."""
+def gguf_names(inner: Mapping[str, str]) -> NameMap:
+    """The names that llama.cpp's converter writes, with `inner` on top of `GGUF_LAYER`; a tower's tensors already have
+    canonical names (`mmproj`).
+    """
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    return NameMap(top, "blk.{}.", inner, {part: part for part in TOWER})
+    return NameMap(top, "blk.{}.", {**GGUF_LAYER, **inner}, {part: part for part in TOWER})
 
 
 def hf_names(tensors: Collection[str], inner: Mapping[str, str] | None = None) -> NameMap:

@@ -17,7 +17,7 @@ from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts, Norms
 from .mamba2 import ATTENTION, GGUF_MAMBA, MAMBA, mamba_of_gguf, mamba_of_hf, no_rope
 from .mixers import Attention, Mamba2
-from .names import NameMap, gguf_names
+from .names import CHOICE_BIAS, NameMap
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _KEYS = {
@@ -38,14 +38,9 @@ _HF = {
     **{f"mlp.experts.{{}}.{name}": f"mixer.experts.{{}}.{name}" for name in _MLP},
     **{f"mlp.shared_expert.{name}": f"mixer.shared_experts.{name}" for name in _MLP},
     "mlp.gate": "mixer.gate",
-    "mlp.gate.e_score_correction_bias": "mixer.gate.e_score_correction_bias",
+    CHOICE_BIAS: "mixer.gate.e_score_correction_bias",
     "mlp.latent_in": "mixer.fc1_latent_proj",
     "mlp.latent_out": "mixer.fc2_latent_proj",
-}
-_GGUF = GGUF_MAMBA | {
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.latent_in": "ffn_latent_down",
-    "mlp.latent_out": "ffn_latent_up",
 }
 
 
@@ -66,6 +61,7 @@ class NemotronH(Architecture):
     hf_renamed = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
     hf_classes = ("NemotronHForCausalLM",)
     gguf_types = ("nemotron_h", "nemotron_h_moe")
+    gguf_inner = GGUF_MAMBA | {"mlp.latent_in": "ffn_latent_down", "mlp.latent_out": "ffn_latent_up"}
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Derive the number of layers from their list, next to which it is not stated."""
@@ -110,7 +106,7 @@ class NemotronH(Architecture):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
-            return gguf_names(_GGUF)
+            return super().names(checkpoint)
         prefix = "backbone." if any(name.startswith("backbone.") for name in checkpoint.tensors) else "model."
         top = {"model.embed_tokens": f"{prefix}embeddings", "model.norm": f"{prefix}norm_f", "lm_head": "lm_head"}
         return NameMap(top, prefix + "layers.{}.", _HF, text=(prefix, "lm_head."))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one of full attention
 NORMS = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
@@ -30,6 +27,7 @@ class Olmo2(Architecture):
     }
     hf_classes: ClassVar[tuple[str, ...]] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
     gguf_types: ClassVar[tuple[str, ...]] = ("olmo2",)
+    gguf_inner = AFTER
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         has_windows = config.model_type == "olmo3"
@@ -44,8 +42,3 @@ class Olmo2(Architecture):
         attention = config.attention(rope, qk_norm=True, whole_norms=True)
         layer = LayerFacts(attention, config.dense(), NORMS)
         return config.facts(repeated(layer, config.windows(FULL_EVERY), RopeFacts(rope.theta, rope.dim)), context)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
-        return gguf_names(GGUF_LAYER | AFTER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -12,7 +13,6 @@ from .hf import HfConfig, object_of
 from .layers import LayerFacts, Norms
 from .mamba2 import no_rope
 from .mixers import Attention, SplitDelta
-from .names import NameMap
 from .olmo2 import NORMS, Olmo2
 from .qwen3_5 import FULL_EVERY, check_heads
 
@@ -51,11 +51,11 @@ class OlmoHybrid(Olmo2):
         of_kind = {kind: LayerFacts(mixer, ffn, norms[kind]) for kind, mixer in mixers.items()}
         return config.facts(tuple(of_kind[kind] for kind in kinds), context)
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         inner = {"linear_attn.norm": "linear_attn.o_norm", "linear_attn.out_proj": "linear_attn.o_proj"}
         if checkpoint.tensors and not any(f".{NORMS.after_mixer}." in name for name in checkpoint.tensors):
             inner[f"{NORMS.after_mixer}"] = f"{DELTA_NORMS.before_ffn}"
-        return replace(super().names(checkpoint), inner=inner)
+        return inner
 
 
 def _has_rope(config: HfConfig) -> bool:

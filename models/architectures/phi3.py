@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 
 class Phi3(Architecture):
@@ -20,6 +17,7 @@ class Phi3(Architecture):
     hf_types = {"phi3": {"max_position_embeddings": 4096}}
     hf_classes = ("Phi3ForCausalLM",)
     gguf_types = ("phi3",)
+    gguf_inner = {"mlp.gate_up_proj": "ffn_up"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -31,12 +29,6 @@ class Phi3(Architecture):
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense())
         return config.facts(repeated(layer, [_seen(window, context) for window in config.windows()]), context)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        """The names; in GGUF, the fused gate and up projection is called ffn_up."""
-        if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
-        return gguf_names(GGUF_LAYER | {"mlp.gate_up_proj": "ffn_up"})
 
 
 def _seen(window: int | None, context: int) -> int | None:

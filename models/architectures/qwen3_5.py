@@ -15,7 +15,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import Attention, GatedDelta, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, predictor_names
+from .names import NameMap, predictor_names
 from .qwen_vision import grid_parts, grid_vision, hf_axes
 
 FULL_EVERY = 4  # the last of every four layers has attention
@@ -30,7 +30,7 @@ DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-GGUF_HYBRID = GGUF_LAYER | {
+GGUF_HYBRID = {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
@@ -55,6 +55,7 @@ class Qwen3_5(Architecture):
     hf_wrappers = dict.fromkeys(("qwen3_5", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), "qwen3_5_text")
     hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     gguf_types = ("qwen35",)
+    gguf_inner = GGUF_HYBRID
     grouped = False  # whether checkpoints group the projections by key head
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -117,12 +118,12 @@ class Qwen3_5(Architecture):
         return layers
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """The names; in GGUF, the norm before the feed-forward layer is called post_attention_norm."""
+        found = super().names(checkpoint)
         if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_HYBRID)
+            return found
         text = checkpoint.config.get("text_config")
         number = (text if isinstance(text, dict) else checkpoint.config).get("num_hidden_layers")
-        return replace(super().names(checkpoint), parts=grid_parts(checkpoint) | predictor_names(number))
+        return replace(found, parts=grid_parts(checkpoint) | predictor_names(number))
 
 
 class Qwen3_5Moe(Qwen3_5):

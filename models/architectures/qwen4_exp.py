@@ -25,7 +25,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import MIXER, HyperConnections, LayerFacts, NGrams, NGramTable, Norms
 from .mixers import Attention, GatedDelta, TokenIndex
-from .names import TOWER, NameMap, gguf_names
+from .names import TOWER, NameMap
 from .qwen3_5 import DEFAULTS, GGUF_HYBRID, Qwen3_5Moe
 
 PAGE = 16  # the smallest page of the KV cache; it must hold whole blocks of the index
@@ -61,6 +61,7 @@ class Qwen4Exp(Qwen3_5Moe):
     hf_wrappers = {"qwen4_exp": "qwen4_exp_text"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
     gguf_types = ("qwen4exp",)
+    gguf_inner = GGUF_QWEN4
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
@@ -136,10 +137,9 @@ class Qwen4Exp(Qwen3_5Moe):
         )
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            found = gguf_names(GGUF_QWEN4)
-            return replace(found, top={**found.top, **{f"{MIXER}.{a}": f"output_hc_{b}" for a, b in _HYPER.items()}})
         found = super().names(checkpoint)
+        if checkpoint.kind == "gguf":
+            return replace(found, top={**found.top, **{f"{MIXER}.{a}": f"output_hc_{b}" for a, b in _HYPER.items()}})
         start = found.top["model.norm"].removesuffix("norm")
         own = {f"{MIXER}.{name}": start + f"{MIXER}.{name}".removeprefix("model.") for name in _HYPER}
         parts = {name: stored for name, stored in found.parts.items() if not name.startswith(TOWER)}

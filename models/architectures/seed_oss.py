@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from localllm.checkpoint import Checkpoint
-
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
 
 
 class SeedOss(Architecture):
@@ -20,6 +17,7 @@ class SeedOss(Architecture):
     hf_types = {"seed_oss": {"head_dim": 128, "max_position_embeddings": 524_288, "num_key_value_heads": 8}}
     hf_classes = ("SeedOssForCausalLM",)
     gguf_types = ("seed_oss",)
+    gguf_inner = {"post_attention_layernorm": "post_attention_norm"}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -30,8 +28,3 @@ class SeedOss(Architecture):
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense())
         return config.facts(repeated(layer, (None,) * config.num_layers), context)
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
-        return gguf_names(GGUF_LAYER | {"post_attention_layernorm": "post_attention_norm"})

@@ -24,7 +24,7 @@ from .hf import HfConfig, below, object_of
 from .kimi_linear import limits_of
 from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .names import CHOICE_BIAS
 
 THETA = 10_000.0
 # What configurations may leave out.
@@ -36,7 +36,7 @@ DEFAULTS = {
 }  # fmt: skip
 KINDS = "sparse", "dense"
 DENSE = 3  # layers without experts at the start
-GATE, CHOICE_BIAS = "self_attn.gate_proj", "mlp.gate.e_score_correction_bias"
+GATE = "self_attn.gate_proj"
 _MOE = {f"mlp.experts.{{}}.{kind}_proj": f"moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")}
 _MOE |= {f"mlp.shared_expert.{kind}_proj": f"share_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 _MOE |= {"mlp.gate": "moe.gate", CHOICE_BIAS: "moe.router_bias"}
@@ -59,6 +59,7 @@ class Step3p5(Architecture):
     hf_wrappers = {"step3p7": "step3p5"}
     hf_classes = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
     gguf_types = ("step35",)
+    gguf_inner = {GATE: "attn_gate"}
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
         values = super().hf_values(text)
@@ -115,11 +116,11 @@ class Step3p5(Architecture):
             (limits_of(config, "swiglu_clamp_exp"), limits_of(config, "swiglu_clamp_shexp")),
         )  # fmt: skip
 
-    def names(self, checkpoint: Checkpoint) -> NameMap:
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         if checkpoint.kind == "gguf":
-            return gguf_names(GGUF_LAYER | {GATE: "attn_gate", CHOICE_BIAS: "exp_probs_b.bias"})
+            return super().inner_names(checkpoint)
         own = _MOE if any(".moe." in name for name in checkpoint.tensors) else SHARED
-        return hf_names(checkpoint.tensors, own | {GATE: "self_attn.g_proj"})
+        return own | {GATE: "self_attn.g_proj"}
 
 
 def _nested(types: Sequence[Any], thetas: Any, shares: Any, scaling: Any) -> dict[str, Any]:
