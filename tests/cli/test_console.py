@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -133,6 +134,9 @@ def test_a_bar_has_no_escapes_never_runs_back_and_is_wiped() -> None:
     bar.close()
     assert err.getvalue().endswith(" \r")
     assert bar.interrupted() == "paused at 90 %; run the same command to resume"
+    for kept, says in ((0, "the same command starts again"), (505, "the same command goes on at 50 %")):
+        bar.update(dataclasses.replace(_download(900), kept=kept))
+        assert bar.interrupted() == f"stopped at 90 %; {says}: a package index sends whole packages"
 
 
 def test_a_bar_is_no_wider_than_the_terminal_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

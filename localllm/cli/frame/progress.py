@@ -28,6 +28,7 @@ class Progress:
         self._clock = clock
         self._done = self._total = 0
         self._moved_at = clock()
+        self._kept: int | None = None  # bytes that an interruption leaves; None for all
         self._resumed = -1  # percent that an earlier run had downloaded; -1 when there was none
 
     def update(self, phase: LoadProgress) -> None:
@@ -40,6 +41,7 @@ class Progress:
                 self._moved_at = self._clock()
             if is_first and 0 < phase.done < phase.total:
                 self._resumed = self._percent
+            self._kept = phase.kept
             phase = replace(phase, done=self._done, total=self._total)
         self._show(phase)
 
@@ -48,7 +50,12 @@ class Progress:
 
     def interrupted(self) -> str:
         """Ctrl+C: return how to resume; empty when there is nothing to resume."""
-        return f"paused at {self._percent} %; run the same command to resume" if self._done < self._total else ""
+        if self._done >= self._total:
+            return ""
+        if self._kept is None:
+            return f"paused at {self._percent} %; run the same command to resume"
+        again = f"goes on at {self._kept * 100 // self._total} %" if self._kept else "starts again"
+        return f"stopped at {self._percent} %; the same command {again}: a package index sends whole packages"
 
     def close(self) -> None:
         """Erase what should not stay."""
@@ -112,7 +119,8 @@ class JsonProgress(Progress):
     def interrupted(self) -> str:
         """Emit the last line of an interrupted download."""
         if self._total:
-            self._console.event({"event": "paused", "done": self._done, "total": self._total})
+            kept = self._done if self._kept is None else self._kept
+            self._console.event({"event": "paused", "done": kept, "total": self._total})
         return super().interrupted()
 
 
