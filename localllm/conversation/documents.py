@@ -188,7 +188,7 @@ def _folder(folder: Path, shown: str) -> Document:
     """All text files in a folder; in a git checkout, those that git does not ignore."""
     parts: list[Part] = []
     notes: list[str] = []
-    left_out = num_bytes = num_files = 0
+    left_out = too_many = num_bytes = num_files = 0
     for file in _files(folder):
         if file.suffix.lower() in PICTURES:  # pictures are attached by name
             left_out += 1
@@ -196,11 +196,8 @@ def _folder(folder: Path, shown: str) -> Document:
         try:
             size = file.stat().st_size
             if num_files == MAX_FOLDER_FILES or num_bytes + size > MAX_FOLDER_BYTES:
-                limits = f"{MAX_FOLDER_FILES:,} files or {gib(MAX_FOLDER_BYTES)}"
-                notes.append(
-                    f"only the first {counted(num_files, 'file')} were read: the limit for a folder is {limits}"
-                )
-                break
+                too_many += 1
+                continue
             one = read_document(file)
         except (ConfigError, OSError):
             left_out += 1
@@ -208,6 +205,9 @@ def _folder(folder: Path, shown: str) -> Document:
         num_files, num_bytes = num_files + 1, num_bytes + size
         name = file.relative_to(folder).as_posix()
         parts += (replace(part, where=f"{name}, {part.where}" if part.where else name) for part in one.parts)
+    if too_many:
+        limits = f"{MAX_FOLDER_FILES:,} files or {gib(MAX_FOLDER_BYTES)}"
+        notes.append(f"{counted(too_many, 'file')} skipped: the limit for a folder is {limits}")
     if left_out:
         notes.append(f"{counted(left_out, 'file')} skipped: not text, too large or unreadable")
     if not parts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.conversation.documents import PART_CHARS, Document, Part, read_document, select, words
+from localllm.conversation.documents import MAX_FOLDER_BYTES, PART_CHARS, Document, Part, read_document, select, words
 from localllm.errors import ConfigError
 
 
@@ -118,6 +118,15 @@ def test_a_notebook_by_cells(tmp_path: Path) -> None:
         ("cell 2", "1 + 1\n# output:\n2"),
         ("cell 3", "x\n# output:\nNameError: x"),
     ]
+
+
+def test_a_large_file_of_a_folder_does_not_hide_the_others(tmp_path: Path) -> None:
+    with open(tmp_path / "a.mp4", "wb") as video:
+        video.truncate(MAX_FOLDER_BYTES + 1)
+    (tmp_path / "b.py").write_text("x = 1\n")
+    document = read_document(tmp_path)
+    assert [part.place for part in document.parts] == ["b.py"]
+    assert document.notes == ("1 file skipped: the limit for a folder is 2,000 files or 32.0 MiB",)
 
 
 def test_a_folder_is_its_text_files(tmp_path: Path) -> None:
