@@ -468,6 +468,8 @@ class TokenEvent:
 class LoadProgress:
     """A slow phase before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready.
 
+    A server's load that fails ends with failed.
+
     On closing, also keep: repacked weights are saved for the next start; `detail` says why when they are not.
     """
 

@@ -28,7 +28,6 @@ class AdaptedModel:
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Make the LoRA adapter in a folder available to requests. Raises the errors of `Residents.add`."""
-        self._notify(LoadProgress("adapter", detail=name))
         self.adapters.add(name, os.fspath(path))
 
     def unload_adapter(self, name: str) -> None:
@@ -38,6 +37,7 @@ class AdaptedModel:
     def _load_adapters(self) -> None:
         """Load the adapters named in the options."""
         for name, path in self.options.adapter_paths.items():
+            self._notify(LoadProgress("adapter", detail=name))
             self.load_adapter(name, path)
 
     def _no_adapters(self) -> Residents:

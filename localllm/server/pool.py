@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, DeviceError, LocalLLMError, ModelNotFound
+from localllm.request import LoadProgress
 
 from .errors import shutting_down
 from .served_model import Lease, Loader, PoolEntry, PoolOptions, ServedModel, State, with_freed, without_promised
@@ -324,8 +325,13 @@ class ModelPool:
         assert self._loader is not None
         self._set_state(entry, State.LOADING)
         started, name = time.monotonic(), entry.name
-        tell = self._options.on_progress
-        llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
+        on_progress = self._options.on_progress
+        tell = partial(on_progress, name) if on_progress else lambda _: None
+        try:
+            llm = self._loader.load(entry.model, machine, tell, self._cancel)
+        except BaseException:
+            tell(LoadProgress("failed"))
+            raise
         try:
             self._report_loaded(entry.model, llm)
         except BaseException:

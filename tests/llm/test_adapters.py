@@ -31,8 +31,16 @@ def adapter(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_path: Path, adapter: Callable[[int], Path]) -> Iterator[LLM]:
-    with LLM(tiny_path, max_parallel=16, debug_invariants=True, adapters={"one": adapter(1), "two": adapter(2)}) as llm:
+def phases() -> list[str]:
+    """Names of the phases that loading reported."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_path: Path, adapter: Callable[[int], Path], phases: list[str]) -> Iterator[LLM]:
+    both = {"one": adapter(1), "two": adapter(2)}
+    tell = lambda phase: phases.append(phase.name)  # noqa: E731
+    with LLM(tiny_path, max_parallel=16, debug_invariants=True, adapters=both, on_progress=tell) as llm:
         yield llm
 
 
@@ -85,6 +93,17 @@ def test_more_adapters_than_places_take_turns(llm: LLM, adapter: Callable[[int],
         llm.unload_adapter(name)
     ids_of(llm, "one")
     assert set(resident(llm)) <= {"one", "two"}
+
+
+def test_an_adapter_after_loading_is_no_phase_of_it(
+    llm: LLM, adapter: Callable[[int], Path], phases: list[str]
+) -> None:
+    """Every phase ends in ready: a display would wait for it."""
+    llm.load_adapter("late", adapter(4))
+    llm.unload_adapter("late")
+    with pytest.raises(ModelNotFound):
+        llm.load_adapter("late", adapter(4).parent)
+    assert phases[-3:] == ["adapter", "adapter", "ready"]
 
 
 def test_what_cannot_be_is_refused_and_ends_nothing_else(llm: LLM, adapter: Callable[[int], Path]) -> None:

@@ -178,10 +178,13 @@ def test_what_can_never_fit_is_refused(make):
 def test_a_load_that_fails_fails_its_requests_only(make):
     world = World()
     world.fail = "b"
-    pool = make(world)
+    phases = []
+    pool = make(world, on_progress=lambda name, phase: phases.append((name, phase.name)))
     good = lease(pool, "a")
+    assert phases == []
     with pytest.raises(InternalError, match="loading failed"):
         lease(pool, "b")
+    assert phases == [("b", "failed")]
     world.fail = ""
     lease(pool, "b").release()
     assert good.llm.is_awake

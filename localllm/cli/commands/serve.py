@@ -346,7 +346,7 @@ class _ServerHooks:
         """Show loading progress, and record the loaded models."""
         phases, self._phases = self._phases, []
         for model, phase in phases:
-            if phase.name == "ready":
+            if phase.name in ("ready", "failed"):
                 self._close_progress()
                 continue
             if self._progress is None:
