@@ -78,5 +78,5 @@ def _layers(
 ) -> tuple[LayerFacts, ...]:
     """`first` dense layers, then mixtures; only windowed layers have RoPE."""
     attention = config.attention(RopeFacts(rope.theta, rope.dim, "off"), qk_norm=True, gate="apart", fused=False)
-    sparse = repeated(LayerFacts(attention, experts, NORMS), windows, rope)
-    return repeated(LayerFacts(attention, dense, NORMS), windows[:first], rope) + sparse[first:]
+    layers = repeated(LayerFacts(attention, experts, NORMS), windows, rope)
+    return tuple(replace(layer, ffn=dense) for layer in layers[:first]) + layers[first:]

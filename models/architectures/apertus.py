@@ -72,8 +72,7 @@ class Apertus(Architecture):
 
 def _facts(config: Config, rope: RopeFacts, context: int, curves: Sequence[Curve]) -> ModelFacts:
     attention, dense = config.attention(rope, qk_norm=True), replace(config.dense(ACTIVATION), gated=False)
-    layers = tuple(LayerFacts(attention, replace(dense, curve=curve)) for curve in curves)
-    return config.facts(layers, context)
+    return config.facts([LayerFacts(attention, replace(dense, curve=curve)) for curve in curves], context)
 
 
 def _curve(config: Config, numbers: Sequence[float]) -> Curve:

@@ -151,15 +151,15 @@ class Cohere2Moe(Cohere2):
     def mixed(
         self, config: Config, rope: RopeFacts, windows: Sequence[int | None], dense: Sequence[bool], experts: Experts,
         plain: Dense | None, turned: bool, rms: bool,
-    ) -> tuple[LayerFacts, ...]:  # fmt: skip
+    ) -> list[LayerFacts]:  # fmt: skip
         """All layers. `dense`: which have `plain` instead of experts; `turned`: these have RoPE; `rms`: RMSNorms."""
         still = RopeFacts(rope.theta, rope.dim, "off", interleaved=True)
-        norms, made = replace(NORMS, centred=not rms), {}
-        for window, is_dense in set(zip(windows, dense, strict=True)):
+        attention, norms, layers = config.attention(rope), replace(NORMS, centred=not rms), []
+        for window, is_dense in zip(windows, dense, strict=True):
             own = rope if window is not None or (is_dense and turned) else still
             ffn = plain if is_dense and plain is not None else experts
-            made[window, is_dense] = LayerFacts(config.attention(own, window=window), ffn, norms, parallel=True)
-        return tuple(made[key] for key in zip(windows, dense, strict=True))
+            layers.append(LayerFacts(replace(attention, rope=own, window=window), ffn, norms, parallel=True))
+        return layers
 
 
 def _hf_experts(config: HfConfig, act: str) -> Experts:

@@ -17,7 +17,7 @@ from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
-from .facts import ModelFacts
+from .facts import ModelFacts, shared_layers
 from .layers import Dense, Experts, LayerFacts
 from .mixers import Attention, Paged, RopeFacts
 from .names import MTP, NameMap
@@ -88,9 +88,7 @@ class Config(ABC):
         """
         if "causal" not in changes and not self.causal:
             raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
-        if self.num_heads % self.num_kv_heads:
-            what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
-            raise bad(self.keys.path, what, key="heads")
+        self.check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim % 2:
             raise bad(self.keys.path, f"the head size must be even, not {self.head_dim}", key="head_dim")
         if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
@@ -104,6 +102,12 @@ class Config(ABC):
             "fused": self.stores_module("self_attn.qkv_proj"),
         }
         return Attention(self.num_heads, self.num_kv_heads, self.head_dim, rope, **values | changes)
+
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """Raise BadModelFile if query heads cannot share KV heads evenly."""
+        if heads % kv_heads:
+            what = f"{heads} attention heads cannot share {kv_heads} KV heads evenly"
+            raise bad(self.keys.path, what, key="heads")
 
     def activation(self, key: str = "hidden_act") -> str:
         """The feed-forward layer's activation, by its name in `Dense`; GGUF has no key for it."""
@@ -147,9 +151,12 @@ class Config(ABC):
         return found
 
     def facts(
-        self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
+        self, layers: Sequence[LayerFacts], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
-        """The facts of the whole model; `changes` override fields, `eps` is the default for files without one."""
+        """The facts of the whole model, in which equal layers become one object.
+
+        `changes` override fields, `eps` is the default for files without one.
+        """
         if self.keys.raw("clip_qkv") is not None:
             raise self.unsupported(f"{self.source} with clip_qkv")
         if not any(isinstance(layer.mixer, Paged) for layer in layers):
@@ -163,7 +170,7 @@ class Config(ABC):
             "vocab_size": self.vocab_size,
             "max_context": max_context,
             "rms_norm_eps": self.keys.number(self.KEYS["eps"], 1e-12, 0.1, eps or self.DEFAULT_EPS),
-            "layers": layers,
+            "layers": shared_layers(layers),
             "logit_softcap": self.keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
             "weight_bytes": sum(
                 info.nbytes for name, info in tensors.items() if name.startswith(self.names.text) and name not in spare

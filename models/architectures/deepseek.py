@@ -116,16 +116,12 @@ class DeepseekV2(Architecture):
         dense: Sequence[bool],
         experts: Experts | None,
         plain: Dense,
-    ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
-        """The layers, of which equal ones are one object, and the MTP head, which has latent attention. `experts` is
-        None if all layers are dense.
-        """
+    ) -> tuple[list[LayerFacts], LayerFacts]:
+        """The layers, and the MTP head, which has latent attention. `experts` is None if all layers are dense."""
         limits = self.limits(config)
         limited = [replace(experts, limit=one, shared_limit=shared) if experts else plain for one, shared in limits]
-        found: dict[LayerFacts, LayerFacts] = {}
         for_layer = zip(mixers, dense, limited[: config.num_layers], strict=True)
-        made = (LayerFacts(mixer, plain if is_dense else mixture) for mixer, is_dense, mixture in for_layer)
-        layers = tuple(found.setdefault(layer, layer) for layer in made)
+        layers = [LayerFacts(mixer, plain if is_dense else mixture) for mixer, is_dense, mixture in for_layer]
         attention = next((mixer for mixer in mixers if isinstance(mixer, LatentAttention)), None)
         return layers, LayerFacts(attention, limited[-1], fusion=Fusion())
 

@@ -26,7 +26,7 @@ from .kimi_linear import limits_of
 from .layers import EXPERT_TABLE, Experts, LayerFacts, MixedConnections
 from .mixers import CompressedAttention, EntryIndex, RopeFacts
 from .names import CHOICE_BIAS, NameMap, gguf_names
-from .qwen4_exp import MOST_STREAMS, PAGE, shared_layers
+from .qwen4_exp import MOST_STREAMS, PAGE
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {"sliding_attention": 0, SPARSE: 4, HEAVY: 128}
@@ -274,11 +274,11 @@ def _layers(
     hashed: Sequence[int],
     limits: Sequence[float | None],
     hyper: MixedConnections,
-) -> tuple[LayerFacts, ...]:
+) -> list[LayerFacts]:
     """`hashed`: rows of the table that chooses a layer's experts, 0 where there is none."""
 
     def ffn(rows: int, limit: float | None) -> Experts:
         return replace(experts, hashed=rows, choice_bias=not rows, limit=limit, shared_limit=limit)
 
     each = zip(mixers, hashed, limits, strict=True)
-    return shared_layers([LayerFacts(mixer, ffn(rows, limit), hyper=hyper) for mixer, rows, limit in each])
+    return [LayerFacts(mixer, ffn(rows, limit), hyper=hyper) for mixer, rows, limit in each]

@@ -8,7 +8,7 @@ from typing import ClassVar
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
 
 from .architecture import Architecture
-from .facts import ModelFacts, repeated
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
@@ -50,8 +50,7 @@ class Ernie4_5(Architecture):
         return config.facts(self.layers(config, replace(rope, permuted=False)), context)
 
     def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
-        layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
-        return repeated(layer, (None,) * config.num_layers)
+        return (LayerFacts(config.attention(rope), config.dense(config.activation())),) * config.num_layers
 
 
 class Ernie4_5Moe(Ernie4_5):

@@ -107,8 +107,8 @@ def _mixed(
 ) -> ModelFacts:  # fmt: skip
     """`ffns`: of each layer. Layers without a window have no RoPE."""
     attention = config.attention(RopeFacts(rope.theta, rope.dim, "off"), qk_norm=True)
-    made = {id(ffn): repeated(LayerFacts(attention, ffn), windows, rope) for ffn in ffns}
-    return config.facts(tuple(made[id(ffn)][layer] for layer, ffn in enumerate(ffns)), context)
+    layers = repeated(LayerFacts(attention, None), windows, rope)
+    return config.facts([replace(layer, ffn=ffn) for layer, ffn in zip(layers, ffns, strict=True)], context)
 
 
 def _facts(

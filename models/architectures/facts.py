@@ -252,6 +252,12 @@ def repeated(
     return tuple(kinds[window] for window in windows)
 
 
+def shared_layers(layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
+    """The layers, with equal ones as the same object."""
+    known: dict[LayerFacts, LayerFacts] = {}
+    return tuple(known.setdefault(layer, layer) for layer in layers)
+
+
 def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
     """(N, K) of a layer's linear modules, by canonical name below `model.layers.{i}.`."""
     return {name: shape for block in layer.blocks for name, shape in block.linears(hidden).items()}

@@ -6,6 +6,7 @@ Two dense layers come first; every other layer has small experts and a shared ex
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from localllm.checkpoint import Checkpoint
@@ -51,9 +52,10 @@ class Flint(Qwen3Moe):
             renormalise=config.keys.flag("norm_topk_prob"),
             shared_inner=config.keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4),
         )  # fmt: skip
-        dense = config.dense_layers()
-        kinds = [repeated(LayerFacts(attention, ffn), windows, rope) for ffn in (experts, config.dense(act))]
-        return config.facts(tuple(kinds[layer in dense][layer] for layer in range(config.num_layers)), context)
+        layers, plain = list(repeated(LayerFacts(attention, experts), windows, rope)), config.dense(act)
+        for layer in config.dense_layers():
+            layers[layer] = replace(layers[layer], ffn=plain)
+        return config.facts(layers, context)
 
     def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)

@@ -209,9 +209,7 @@ class Stack:
             inputs = replace(inputs, nbytes=nbytes)
         return replace(facts, weight_bytes=facts.weight_bytes - spare, inputs=inputs)
 
-    def _layers(self, config: Config) -> tuple[LayerFacts, ...]:
-        """Build the layers; equal ones are the same object."""
-        made: dict[tuple[object, ...], LayerFacts] = {}
+    def _layers(self, config: Config) -> list[LayerFacts]:
         keepers: dict[int | None, int] = {}
         found, scaled = [], config.stores_scale()
         own = None if self.inputs is None else LayerInput(self.inputs.size, self.ffn.act)
@@ -224,14 +222,11 @@ class Stack:
                 what = f"shares the KV cache of a {kind} layer, but there is none among the first {self.keeping} layers"
                 raise bad(config.keys.path, what, key=f"layer {layer}")
             source = None if layer < self.keeping else keepers.get(window, -1)
-            kind_of = window, inner, source, cut
-            if kind_of not in made:
-                mixer = self.full if window is None else replace(self.narrow, window=window)
-                mixer = replace(mixer, shares_kv_with=source)
-                ffn = _with_inner(self.ffn, inner, cut)
-                made[kind_of] = LayerFacts(mixer, ffn, NORMS, scaled, own, streams=self.streams)
-            found.append(made[kind_of])
-        return tuple(found)
+            mixer = self.full if window is None else replace(self.narrow, window=window)
+            mixer = replace(mixer, shares_kv_with=source)
+            ffn = _with_inner(self.ffn, inner, cut)
+            found.append(LayerFacts(mixer, ffn, NORMS, scaled, own, streams=self.streams))
+        return found
 
 
 def _with_inner(ffn: Dense | Experts, inner: int, cut: float | None) -> Dense | Experts:

@@ -21,7 +21,7 @@ from .kimi_linear import GGUF_KIMI, KimiLinear, delta_names, limits_of
 from .layers import Dense, Experts, Fusion, LayerFacts, MixedConnections
 from .mixers import KimiDelta, LatentAttention, PooledIndex, RopeFacts
 from .names import NameMap, gguf_names, hf_names
-from .qwen4_exp import MOST_STREAMS, indexed, shared_layers
+from .qwen4_exp import MOST_STREAMS, indexed
 
 MOST_ROUNDS = 1000
 KINDS = {
@@ -208,7 +208,7 @@ def _layers(
     experts: Experts,
     limits: tuple[Sequence[float | None], Sequence[float | None]],
     hyper: MixedConnections,
-) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
+) -> tuple[list[LayerFacts], LayerFacts]:
     """The layers and the MTP head; `limits`, one more than layers, are those of routed and of shared experts, of which
     the former apply to dense layers.
     """
@@ -220,6 +220,6 @@ def _layers(
         return replace(experts, act=act, limit=limit, shared_limit=of_shared)
 
     each = zip(mixers, dense, *(one[: config.num_layers] for one in limits), strict=True)
-    layers = shared_layers([LayerFacts(mixer, ffn(*rest), hyper=hyper) for mixer, *rest in each])
+    layers = [LayerFacts(mixer, ffn(*rest), hyper=hyper) for mixer, *rest in each]
     attention = next((mixer for mixer in mixers if isinstance(mixer, LatentAttention)), None)
     return layers, LayerFacts(attention, ffn(False, *(one[-1] for one in limits)), fusion=Fusion())

@@ -11,7 +11,7 @@ from localllm.checkpoint.fields import MAX_HIDDEN
 
 from .architecture import Architecture
 from .config import Config
-from .facts import ModelFacts, repeated
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts, Norms
@@ -61,14 +61,12 @@ class Granite(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         attention = config.attention(rope, scale=config.keys.number("attention_multiplier", 1e-6, 1e3))
-        layer = LayerFacts(attention, self.ffn_from_hf(config))
-        layers = repeated(layer, (None,) * config.num_layers)
+        layers = (LayerFacts(attention, self.ffn_from_hf(config)),) * config.num_layers
         return config.facts(layers, context, **multiplied(config, HF_SCALES))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        layer = LayerFacts(config.attention(rope), self.ffn_from_gguf(config))
-        layers = repeated(layer, (None,) * config.num_layers)
+        layers = (LayerFacts(config.attention(rope), self.ffn_from_gguf(config)),) * config.num_layers
         return config.facts(layers, context, **multiplied(config, GGUF_SCALES))
 
     def ffn_from_hf(self, config: HfConfig) -> Dense | Experts:

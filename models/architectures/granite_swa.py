@@ -70,12 +70,12 @@ def _thetas(config: HfConfig) -> Sequence[float]:
     return thetas
 
 
-def _turned(layers: tuple[LayerFacts, ...], thetas: Sequence[float]) -> tuple[LayerFacts, ...]:
-    """The layers with bases of RoPE of their own; equal layers stay one object."""
-    made: dict[tuple[LayerFacts, float], LayerFacts] = {}
+def _turned(layers: Sequence[LayerFacts], thetas: Sequence[float]) -> Sequence[LayerFacts]:
+    """The layers with bases of RoPE of their own."""
+    found = []
     for layer, theta in zip(layers, thetas, strict=True) if thetas else ():
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
         rope = replace(mixer.rope, theta=float(theta)) if theta else replace(mixer.rope, scaling="off")
-        made.setdefault((layer, theta), replace(layer, mixer=replace(mixer, rope=rope)))
-    return tuple(made[key] for key in zip(layers, thetas, strict=True)) if thetas else layers
+        found.append(replace(layer, mixer=replace(mixer, rope=rope)))
+    return found or layers

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
-from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
 from .config import Config
@@ -114,17 +112,11 @@ def _heads(config: HfConfig) -> Sequence[int]:
 def _layers(
     config: Config, ropes: tuple[RopeFacts, RopeFacts], windows: Sequence[int | None], heads: Sequence[int],
     ffns: Sequence[Dense | Experts], gate: str,
-) -> tuple[LayerFacts, ...]:  # fmt: skip
+) -> list[LayerFacts]:  # fmt: skip
     """`ropes`: of layers that see all positions, and of windowed ones."""
-    made: dict[Any, LayerFacts] = {}
-    for key in zip(windows, heads, ffns, strict=True):
-        window, count, ffn = key
-        if count % config.num_kv_heads:
-            what = f"{count} attention heads cannot share {config.num_kv_heads} KV heads evenly"
-            raise bad(config.keys.path, what, key="heads")
-        if key not in made:
-            rope = ropes[window is not None]
-            options = {"qk_norm": True, "gate": gate, "softplus_gate": True, "fused": False}
-            mixer = replace(config.attention(rope, window=window, **options), num_heads=count)
-            made[key] = LayerFacts(mixer, ffn)
-    return tuple(made[key] for key in zip(windows, heads, ffns, strict=True))
+    for count in heads:
+        config.check_heads(count, config.num_kv_heads)
+    options = {"qk_norm": True, "gate": gate, "softplus_gate": True, "fused": False}
+    mixers = {one: config.attention(ropes[one is not None], window=one, **options) for one in set(windows)}
+    each = zip(windows, heads, ffns, strict=True)
+    return [LayerFacts(replace(mixers[window], num_heads=count), ffn) for window, count, ffn in each]

@@ -194,7 +194,5 @@ def _attention(config: Config, rope: RopeFacts) -> Attention:
 
 def _layers(
     attention: Attention, conv: ShortConv, attends: Sequence[int], ffns: Sequence[Dense | Experts]
-) -> tuple[LayerFacts, ...]:
-    kinds = list(zip(map(bool, attends), ffns, strict=True))
-    made = {kind: LayerFacts(attention if kind[0] else conv, kind[1]) for kind in set(kinds)}
-    return tuple(made[kind] for kind in kinds)
+) -> list[LayerFacts]:
+    return [LayerFacts(attention if count else conv, ffn) for count, ffn in zip(attends, ffns, strict=True)]

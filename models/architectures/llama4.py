@@ -101,15 +101,13 @@ def _turning(config: HfConfig) -> list[bool]:
 
 def _layers(
     attention: Attention, turns: Sequence[bool], chunks: Sequence[int | None], ffns: Sequence[Dense | Experts]
-) -> tuple[LayerFacts, ...]:
+) -> list[LayerFacts]:
     """Build the layers. The norms of `attention` apply to layers with RoPE, its temperature to the others."""
     rope = attention.rope
     still = RopeFacts(rope.theta, rope.dim, "off", interleaved=True)
     normed = replace(attention, temperature=None, late_norms=attention.qk_norm, bare_norms=attention.qk_norm)
     grown = replace(attention, rope=still, qk_norm=False, temperature_offset=int(attention.temperature is not None))
-    of_layers = list(zip(turns, chunks, ffns, strict=True))
-    kinds = {
-        (turn, chunk, ffn): LayerFacts(replace(normed if turn else grown, window=chunk, chunked=chunk is not None), ffn)
-        for turn, chunk, ffn in set(of_layers)
-    }
-    return tuple(kinds[one] for one in of_layers)
+    return [
+        LayerFacts(replace(normed if turn else grown, window=chunk, chunked=chunk is not None), ffn)
+        for turn, chunk, ffn in zip(turns, chunks, ffns, strict=True)
+    ]

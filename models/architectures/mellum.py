@@ -35,12 +35,11 @@ class Mellum(Architecture):
         experts = config.mixture(
             "num_experts", "moe_intermediate_size", act, renormalise=keys.flag("norm_topk_prob", True)
         )
-        sparse = LayerFacts(config.attention(rope, qk_norm=True), experts)
-        layers = (sparse, replace(sparse, ffn=config.dense(act)))
-        windows = config.windows(lambda layer: False)
-        of_kind = {kind: repeated(layer, windows, local_rope) for kind, layer in zip(KINDS, layers, strict=True)}
+        sparse, ffns = LayerFacts(config.attention(rope, qk_norm=True), experts), (experts, config.dense(act))
+        layers = repeated(sparse, config.windows(lambda layer: False), local_rope)
         kinds = config.layer_types(KINDS, lambda _: KINDS[0], key="mlp_layer_types")
-        return config.facts(tuple(of_kind[kind][layer] for layer, kind in enumerate(kinds)), context)
+        each = zip(layers, kinds, strict=True)
+        return config.facts([replace(layer, ffn=ffns[KINDS.index(kind)]) for layer, kind in each], context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()

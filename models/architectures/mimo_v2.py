@@ -12,7 +12,6 @@ from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS
-from localllm.checkpoint.mapped_file import bad
 from localllm.checkpoint.shards import NUM_LAYERS, SIZES, is_windowed
 
 from .architecture import Architecture
@@ -141,16 +140,13 @@ def _facts(
     """`ropes`: of layers that see all positions, and of windowed ones; `values`: elements of a value head."""
     experts = replace(experts, router="sigmoid", choice_bias=True)
     options = {"value_dim": 0 if values == config.head_dim else values, "value_scale": scale}
-    made: dict[Any, LayerFacts] = {}
-    each = list(zip(windows, kv_heads, sparse, strict=True))
-    for key in each:
-        window, count, has_experts = key
-        if config.num_heads % count:
-            what = f"{config.num_heads} attention heads cannot share {count} KV heads evenly"
-            raise bad(config.keys.path, what, key="heads")
-        if key not in made:
-            windowed = window is not None
-            mixer = config.attention(ropes[windowed], window=window, sinks=windowed, **options)
-            ffn = experts if has_experts else config.dense(experts.act)
-            made[key] = LayerFacts(replace(mixer, num_kv_heads=count), ffn)
-    return config.facts(tuple(made[key] for key in each), context)
+    for count in kv_heads:
+        config.check_heads(config.num_heads, count)
+    mixers = {}
+    for window in set(windows):
+        windowed = window is not None
+        mixers[window] = config.attention(ropes[windowed], window=window, sinks=windowed, **options)
+    ffns = experts if all(sparse) else config.dense(experts.act), experts
+    each = zip(windows, kv_heads, sparse, strict=True)
+    layers = [LayerFacts(replace(mixers[window], num_kv_heads=count), ffns[routed]) for window, count, routed in each]
+    return config.facts(layers, context)

@@ -173,8 +173,7 @@ class Qwen3Next(Qwen3_5Moe):
         if not dense:
             return layers
         ffn = config.dense(config.activation())
-        plain = {layer: replace(layer, ffn=ffn) for layer in set(layers)}
-        return tuple(plain[layer] if index in dense else layer for index, layer in enumerate(layers))
+        return tuple(replace(layer, ffn=ffn) if index in dense else layer for index, layer in enumerate(layers))
 
 
 def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = False) -> Attention:

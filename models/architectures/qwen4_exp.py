@@ -20,7 +20,7 @@ from localllm.checkpoint.mapped_file import TensorInfo, bad
 from localllm.errors import UnsupportedFormat
 
 from .config import Config
-from .facts import ModelFacts
+from .facts import ModelFacts, shared_layers
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import MIXER, HyperConnections, LayerFacts, NGrams, NGramTable, Norms
@@ -195,12 +195,6 @@ def _layer(layer: LayerFacts, hyper: HyperConnections, index: TokenIndex | None,
     elif isinstance(mixer, GatedDelta):
         mixer = replace(mixer, sigmoid_gate=sigmoid)
     return replace(layer, mixer=mixer, norms=NO_NORMS, hyper=hyper)
-
-
-def shared_layers(layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
-    """The layers, with equal ones as the same object."""
-    known: dict[LayerFacts, LayerFacts] = {}
-    return tuple(known.setdefault(layer, layer) for layer in layers)
 
 
 def _check_place(config: Config, layers: Sequence[LayerFacts], place: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .facts import ModelFacts, repeated
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
@@ -22,9 +22,9 @@ class SeedOss(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
-        return config.facts(repeated(layer, (None,) * config.num_layers), context)
+        return config.facts((layer,) * config.num_layers, context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense())
-        return config.facts(repeated(layer, (None,) * config.num_layers), context)
+        return config.facts((layer,) * config.num_layers, context)

@@ -14,7 +14,7 @@ from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
 from localllm.checkpoint.gguf_types import TENSOR_TYPES
 from localllm.errors import ConfigError
 
-from .facts import ModelFacts, without_predictor
+from .facts import ModelFacts, shared_layers, without_predictor
 from .layers import Dense, Experts, LayerFacts
 from .mixers import EXPANDED, Attention, GatedDelta, KimiDelta, LatentAttention, Mamba2, ShortConv
 from .model import OpenModel
@@ -204,7 +204,6 @@ def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambd
     check_world(facts, share.world)
     cuts: dict[str, Cut] = {}
     layers: list[LayerFacts] = []
-    known: dict[LayerFacts, LayerFacts] = {}
     for index, layer in enumerate(facts.layers):
         start = f"model.layers.{index}."
 
@@ -212,13 +211,13 @@ def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambd
             return unit_of(start + module)
 
         local, found = _layer(layer, facts.hidden_size, share, unit)
-        layers.append(known.setdefault(local, local))
+        layers.append(local)
         cuts |= {start + name: replace(cut, module=cut.module and start + cut.module) for name, cut in found.items()}
     vocabulary = inner_pieces(facts.vocab_size, share.world, 1)
     whole = facts.vocab_size, facts.hidden_size
     for module in ("model.embed_tokens", "lm_head"):
         cuts[module] = Cut(whole, (vocabulary[share.rank],))
-    return Shard(replace(facts, layers=tuple(layers)), cuts, vocabulary)
+    return Shard(replace(facts, layers=shared_layers(layers)), cuts, vocabulary)
 
 
 def shard_facts(facts: ModelFacts, share: Share) -> ModelFacts:

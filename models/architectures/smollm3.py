@@ -50,13 +50,10 @@ class SmolLM3(Architecture):
         return config.facts(layers, context)
 
 
-def _layers(
-    mixer: Attention, dense: Dense, turns: list[int], windows: tuple[int | None, ...]
-) -> tuple[LayerFacts, ...]:
+def _layers(mixer: Attention, dense: Dense, turns: list[int], windows: tuple[int | None, ...]) -> list[LayerFacts]:
     rope = mixer.rope
     still = RopeFacts(rope.theta, rope.dim, "off", interleaved=rope.interleaved, permuted=rope.permuted)
-    kinds = {
-        (turn, window): LayerFacts(replace(mixer, rope=mixer.rope if turn else still, window=window), dense)
-        for turn, window in set(zip(turns, windows, strict=True))
-    }
-    return tuple(kinds[kind] for kind in zip(turns, windows, strict=True))
+    return [
+        LayerFacts(replace(mixer, rope=rope if turn else still, window=window), dense)
+        for turn, window in zip(turns, windows, strict=True)
+    ]

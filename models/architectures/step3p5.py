@@ -13,7 +13,6 @@ from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
-from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
 from .config import Config
@@ -22,7 +21,7 @@ from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig, below, object_of
 from .kimi_linear import limits_of
-from .layers import Dense, Experts, LayerFacts
+from .layers import Experts, LayerFacts
 from .mixers import RopeFacts
 from .names import CHOICE_BIAS
 
@@ -177,22 +176,16 @@ def _facts(
     **scale: float,
 ) -> ModelFacts:  # fmt: skip
     """`ropes`: of layers that see all positions, and of windowed ones; `limits`: of routed and of shared experts."""
-    made: dict[Any, LayerFacts] = {}
-    each = list(zip(windows, heads, sparse, *(one[: config.num_layers] for one in limits), strict=True))
-    for key in each:
-        window, count, has_experts, limit, shared_limit = key
-        if count % config.num_kv_heads:
-            what = f"{count} attention heads cannot share {config.num_kv_heads} KV heads evenly"
-            raise bad(config.keys.path, what, key="heads")
-        if key in made:
-            continue
-        ffn: Dense | Experts = replace(experts, limit=limit, shared_limit=shared_limit)
-        if not has_experts:
-            if shared_limit is not None:
-                raise config.unsupported(f"{config.source} with limits in dense layers")
-            ffn = config.dense()
-        options = {"qk_norm": True, "gate": "heads", "fused": False, **scale}
-        mixer = replace(config.attention(ropes[window is not None], window=window, **options), num_heads=count)
-        made[key] = LayerFacts(mixer, ffn)
+    for count in heads:
+        config.check_heads(count, config.num_kv_heads)
+    options = {"qk_norm": True, "gate": "heads", "fused": False, **scale}
+    mixers = {one: config.attention(ropes[one is not None], window=one, **options) for one in set(windows)}
+    dense, layers = None if all(sparse) else config.dense(), []
+    each = zip(windows, heads, sparse, *(one[: config.num_layers] for one in limits), strict=True)
+    for window, count, has_experts, limit, shared_limit in each:
+        if not has_experts and shared_limit is not None:
+            raise config.unsupported(f"{config.source} with limits in dense layers")
+        ffn = replace(experts, limit=limit, shared_limit=shared_limit) if has_experts else dense
+        layers.append(LayerFacts(replace(mixers[window], num_heads=count), ffn))
     offset = 0.0 if isinstance(config, GgufConfig) else 1.0
-    return config.facts(tuple(made[key] for key in each), context, norm_offset=offset)
+    return config.facts(layers, context, norm_offset=offset)
