@@ -105,7 +105,7 @@ def save(result: BenchResult) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     target = folder / f"{Path(result.model).name.replace(':', '_')}-{stamp}.json"
-    target.write_text(json.dumps(result.to_json(), indent=1))
+    paths.replace_file(target, json.dumps(result.to_json(), indent=1))
     return target
 
 

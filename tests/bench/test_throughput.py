@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -178,3 +179,21 @@ def test_tokens_are_guessed_only_where_a_flag_asks(
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)["truth_line"]
     assert told in summary if told else "speculation" not in summary
+
+
+def test_a_result_that_cannot_be_saved_is_printed(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
+
+    def full(path: Path, content: str, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("localllm.paths.replace_file", full)
+    small = ["-p", "8", "-n", "4", "-r", "1", "--warmup", "0", "--ctx", "256", "--json"]
+    try:
+        result = CliRunner().invoke(app, ["bench", str(smollm2_path), *small])
+    finally:
+        logs.stop()
+    assert result.exit_code == 0, result.output
+    assert [row["test"] for row in json.loads(result.stdout)["rows"]] == ["pp8", "tg4"]
+    assert "the result could not be saved: No space left on device" in result.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import shutil
 import threading
@@ -17,6 +19,7 @@ import torch
 from tiny_models import tiny_gguf, tiny_safetensors
 
 from localllm import LLM
+from localllm.cli.frame.console import Console
 from localllm.config import EngineOptions, UserConfig
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
 from localllm.hub.local_model import QUANTIZED
@@ -24,7 +27,7 @@ from localllm.models.architectures import Experts, GatedDelta, KimiDelta, SplitD
 from localllm.models.calibration import hessians
 from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
-from localllm.quality.evaluate import divergence, evaluate, sample_text, save
+from localllm.quality.evaluate import Quality, divergence, evaluate, sample_text, save
 from localllm.quality.quantize import fused_modules, quantize
 from localllm.quant.encode import GROUP_SIZES, Target
 from localllm.request import LoadProgress
@@ -220,6 +223,23 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
     quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
     assert [one.quant for one in opened] == ["", "", "int4"]
     assert (opened[0].dtype, opened[0].kv) == ("float32", "f32")
+
+
+def test_a_measurement_that_cannot_be_saved_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.commands import eval as quality
+
+    def full(found: Quality) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    measured = Quality("m", "m, exact", "Q4_1", "bf16", 64, 12.5)
+    monkeypatch.setattr(quality, "compare", lambda *given: [measured])
+    monkeypatch.setattr("localllm.quality.evaluate.save", full)
+    out, err = io.StringIO(), io.StringIO()
+    env = SimpleNamespace(console=Console(stdout=out, stderr=err))
+    given = {"against": None, "text": None, "tokens": 64, "quant": "auto", "kv": "auto", "save": True}
+    assert quality.eval.run(env, "m", **given) == 0
+    assert "12.500" in out.getvalue()
+    assert "the result could not be saved: No space left on device" in err.getvalue()
 
 
 def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> None:

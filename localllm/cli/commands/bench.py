@@ -98,15 +98,15 @@ def bench(
 
     with load_llm(env, choice, config.engine) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)
+        result.command = shlex.join(["localllm", *sys.argv[1:]])
+        if save and (result.rows or result.load):
+            _save(env, result)
+        _print(env, result, "json" if env.console.as_json else output)
         if trace is not None:
             from localllm.bench.trace import write_trace
 
             write_trace(llm, trace, benches.words(llm, random.Random(0), 16))
             env.console.say(f"wrote one decode step to {clean_line(str(trace))}: open it in ui.perfetto.dev")
-    result.command = shlex.join(["localllm", *sys.argv[1:]])
-    if save and (result.rows or result.load):
-        env.console.say(f"saved to {benches.save(result)}")
-    _print(env, result, "json" if env.console.as_json else output)
     slowest = min((row.tps for row in result.rows if row.test.startswith("tg")), default=0.0)
     if check is not None and slowest < check:
         env.console.say(f"decoding at {slowest:.1f} tok/s is slower than --check {check:g}")
@@ -138,6 +138,16 @@ def _measure(
     interpreter = None if python is None else str(python)
     with closing(Peer(against, llm.path, **limits, python=interpreter)) as peer:
         return benches.run_bench(llm, options, tell, peer)
+
+
+def _save(env: Env, result: BenchResult) -> None:
+    """Keep the result; where that fails, it is still printed."""
+    from localllm import bench as benches
+
+    try:
+        env.console.say(f"saved to {benches.save(result)}")
+    except OSError as error:
+        env.console.warn(f"the result could not be saved: {error.strerror or error}")
 
 
 def _print(env: Env, result: BenchResult, form: str) -> None:

@@ -57,8 +57,11 @@ def eval(  # noqa: A001
     for one in _list(quant):
         one_of("--quant", one, ("auto", *TARGET_BYTES), "--quant auto")
     found = compare(env, model, against, text, tokens, _list(quant), _list(kv))
-    for quality in found if save else ():
-        keep(quality)
+    try:
+        for quality in found if save else ():
+            keep(quality)
+    except OSError as error:  # the measurement took long: it is printed all the same
+        env.console.warn(f"the result could not be saved: {error.strerror or error}")
     if not env.console.emit("eval/1", {"rows": [asdict(quality) for quality in found]}):
         print_table(env, found)
     return 0
