@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
+from pathlib import Path
 
 from localllm import paths
 from localllm.config import load_config, settings_file
 from localllm.errors import ConfigError
 from localllm.interface import Check
 from localllm.paths import existing, home_short
-from localllm.terminal import counted
+from localllm.terminal import counted, gib
 
 from .finding import SOFTWARE, Checks, Survey, fail, ok, skip, warn
 
@@ -18,6 +20,7 @@ CHECKS = Checks(SOFTWARE)
 
 # a larger database is opened but not scanned, which would take too long for a quick check
 CHECKED_BYTES = 64 << 20
+NO_ROOM = 16 << 20  # free bytes below which the disk of our folders counts as full
 
 
 @CHECKS.add("config.valid")
@@ -53,7 +56,7 @@ def database(survey: Survey) -> Check:
     """Database of saved chats: is it readable? Nothing is written."""
     place = paths.data_dir() / "chats.db"
     if not place.exists():
-        return skip("no chats saved yet")
+        return _full(place) or skip("no chats saved yet")
     try:
         with sqlite3.connect(f"{place.resolve().as_uri()}?mode=ro", uri=True, timeout=1) as opened:
             small = place.stat().st_size <= CHECKED_BYTES
@@ -63,15 +66,28 @@ def database(survey: Survey) -> Check:
         return fail(f"{home_short(place)}: {error}", "", f"mv {place} {place}.broken")
     if small and told != "ok":
         return fail(f"{home_short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
+    if full := _full(place):
+        return full
     return ok(home_short(place), bytes=place.stat().st_size)
+
+
+def _full(place: Path) -> Check | None:
+    """The finding that the disk of a file or folder of ours has no room for more; None when it has."""
+    free = shutil.disk_usage(existing(place)).free
+    if free >= NO_ROOM:
+        return None
+    title = f"{home_short(place)} cannot grow: its disk has {gib(free)} free, so nothing more can be saved"
+    return fail(title, fix="localllm rm --partial", path=str(place), free_bytes=free)
 
 
 @CHECKS.add("folders")
 def folders(survey: Survey) -> Check:
-    """Our own folders (data, cache, state with the log): are they writable?"""
+    """Our own folders (data, cache, state with the log): are they writable, on a disk with room?"""
     for place in (paths.data_dir(), paths.cache_dir(), paths.state_dir()):
         parent = existing(place)
         if not os.access(parent, os.W_OK | os.X_OK):
             title = f"{home_short(parent)} is not writable"
             return fail(title, fix="export LOCALLLM_HOME=~/localllm", path=str(parent))
+        if full := _full(place):
+            return full
     return ok(f"{home_short(paths.data_dir())} and the cache and state folders are writable")

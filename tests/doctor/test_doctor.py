@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -316,6 +317,19 @@ def test_the_database_of_chats(empty_home: Path) -> None:
     check = one("db.ok")
     assert (check.status, check.fix) == ("fail", f"mv {place} {place}.broken")
     assert place.read_bytes() != before and list(place.parent.iterdir()) == [place], "nothing was written"
+
+
+def test_a_full_disk_of_our_folders(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models may be elsewhere: `disk.free` is about those."""
+    (empty_home / "data").mkdir()
+    (empty_home / "data/chats.db").write_bytes(b"")
+    assert one("folders").status == one("db.ok").status == "ok"
+    usage = shutil.disk_usage(empty_home)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=70_000))
+    for name in ("folders", "db.ok"):
+        check = one(name)
+        assert (check.status, check.fix) == ("fail", "localllm rm --partial")
+        assert "cannot grow: its disk has 68.4 KiB free" in check.title
 
 
 def test_every_check_of_the_specification_is_there() -> None:
