@@ -21,6 +21,10 @@ def test_set_get_unset_keep_comments(invoke: Invoke, file: Path) -> None:
     assert invoke("config", "set", "sampling.temperature", "0.2").exit_code == 0
     assert invoke("config", "get", "sampling.temperature").stdout == "0.2\n"
     assert invoke("config", "set", "engine.ctx", "32k").exit_code == 0
+    for words in (("-1.5",), ("-1.5", "--no-input")):
+        assert invoke("config", "set", "sampling.presence_penalty", *words).exit_code == 0
+        assert invoke("config", "get", "sampling.presence_penalty").stdout == "-1.5\n"
+    assert "no such option: -1" in invoke("config", "list", "--origin", "-1").stderr
     assert invoke("config", "get", "engine.ctx", "--origin").stdout.endswith(f"(file {file})\n")
     assert invoke("config", "unset", "sampling.temperature").exit_code == 0
     text = file.read_text()

@@ -6,6 +6,7 @@ Drawn without Rich, so `--help` imports nothing extra and looks the same in a pi
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -145,18 +146,30 @@ def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
     return process
 
 
+_NEGATIVE = re.compile(r"-\d+(\.\d+)?")
+
+
 class HelpCommand(QuickParams, TyperCommand):
     """A command whose help shows examples first and the global options last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert an empty value after options given without their number: `--serve qwen`."""
+        """Insert an empty value after options given without their number: `--serve qwen`.
+
+        A negative number that follows no option is an argument: `config set sampling.presence_penalty -1`.
+        """
         names = {name for param in self.params if param.metavar == OPTIONAL_NUMBER for name in param.opts}
         end = args.index("--") if "--" in args else len(args)
         whole: list[str] = []
+        negative: list[str] = []
         for number, word in enumerate(args):
+            if number < end and _NEGATIVE.fullmatch(word) and not args[number - 1].startswith("-"):
+                negative.append(word)
+                continue
             whole.append(word)
             if word in names and number < end and not (number + 1 < end and args[number + 1].isdigit()):
                 whole.append("")
+        if negative:
+            whole += [*([] if "--" in whole else ["--"]), *negative]
         return list(super().parse_args(ctx, whole))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
