@@ -48,25 +48,24 @@ class Afmoe(Architecture):
         keys, act, (rope, context) = config.keys, config.activation(), config.rope()
         every = keys.integer("global_attn_every_n_layers", 1, MAX_LAYERS, FULL_EVERY)
         windows = config.windows(lambda layer: (layer + 1) % every != 0)
-        scale = keys.number("route_scale", 1e-6, 1e6, 1.0)
-        experts = _own(
-            config.mixture("num_experts", "moe_intermediate_size", act, scale=scale),
-            keys.integer("num_shared_experts", 0, MAX_EXPERTS),
-        )
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size", act,
+            router="sigmoid",
+            choice_bias=True,
+            scale=keys.number("route_scale", 1e-6, 1e6, 1.0),
+            shared=keys.integer("num_shared_experts", 0, MAX_EXPERTS),
+        )  # fmt: skip
         first = keys.integer("num_dense_layers", 0, MAX_LAYERS)
         layers = _layers(config, rope, windows, experts, config.dense(act), first)
         return config.facts(layers, context, embedding_scale=_embedding_scale(config, keys.flag("mup_enabled")))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
-        experts = _own(config.mixture(), keys.integer("expert_shared_count", 0, MAX_EXPERTS, 0))
+        shared = keys.integer("expert_shared_count", 0, MAX_EXPERTS, 0)
+        experts = config.mixture(router="sigmoid", choice_bias=True, shared=shared)
         first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         layers = _layers(config, rope, config.windows(FULL_EVERY), experts, config.dense(), first)
         return config.facts(layers, context, embedding_scale=_embedding_scale(config, True))
-
-
-def _own(experts: Experts, shared: int) -> Experts:
-    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
 def _embedding_scale(config: Config, is_mup: bool) -> float:

@@ -136,12 +136,15 @@ class Config(ABC):
             long_factors=tuple(factors["long"]),
         )
 
-    def experts(self, keys: Mapping[str, str], act: str = "silu", **changes: Any) -> Experts:
-        """A mixture of experts; `keys` are the container's keys of `count`, `top_k` and `inner`."""
+    def experts(self, keys: Mapping[str, str], act: str = "silu", *, shared: int = 0, **changes: Any) -> Experts:
+        """A mixture of experts; `keys` are the container's keys of `count`, `top_k` and `inner`.
+
+        shared   number of shared experts, which become one that is as wide as all of them
+        """
         count = self.keys.integer(keys["count"], 1, MAX_EXPERTS)
         top_k = self.keys.integer(keys["top_k"], 1, count)
         inner = self.keys.integer(keys["inner"], 1, MAX_HIDDEN * 4)
-        found = Experts(count, top_k, inner, act, **changes)
+        found = Experts(count, top_k, inner, act, **{"shared_inner": shared * inner} | changes)
         if count % found.groups or found.group_top_k > found.groups:
             what = f"{count} experts cannot be split into {found.groups} groups with {found.group_top_k} of them chosen"
             raise bad(self.keys.path, what, key="groups")

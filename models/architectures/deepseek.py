@@ -102,8 +102,8 @@ class DeepseekV2(Architecture):
 
     def experts(self, config: HfConfig, act: str) -> Experts:
         """The experts of a layer that is not dense."""
-        experts = config.mixture("n_routed_experts", "moe_intermediate_size", act, **self.router(config))
-        return _with_shared(experts, config.keys.integer("n_shared_experts", 1, MAX_EXPERTS))
+        router, shared = self.router(config), config.keys.integer("n_shared_experts", 1, MAX_EXPERTS)
+        return config.mixture("n_routed_experts", "moe_intermediate_size", act, shared=shared, **router)
 
     def limits(self, config: Config) -> Sequence[tuple[float | None, float | None]]:
         """The limits of routed and of shared experts, for each layer and for the MTP head."""
@@ -137,7 +137,7 @@ class DeepseekV2(Architecture):
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
         if keys.flag("norm_topk_prob"):
             raise config.unsupported(f"{config.source} with norm_topk_prob (renormalized softmax weights)")
-        return _router(config, groups=method != "greedy") | {"renormalise": False}
+        return config.router(groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
         """Whether each layer is dense."""
@@ -153,9 +153,22 @@ class DeepseekV2(Architecture):
         return (attention,) * config.num_layers
 
     def gguf_experts(self, config: GgufConfig, dense: int) -> Experts:
-        """As `experts`, from GGUF metadata; `dense` is the number of dense layers, which come first."""
-        shared = config.keys.integer("expert_shared_count", 1, MAX_EXPERTS)
-        return _with_shared(_gguf_experts(config, dense), shared)
+        """As `experts`, from GGUF metadata; `dense` is the number of dense layers, which come first.
+
+        Older files do not state the kind of router: with a choice bias it is a sigmoid router.
+        """
+        keys = config.keys
+        biased = config.names.tensor(f"model.layers.{dense}.{CHOICE_BIAS}") in config.checkpoint.tensors
+        kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
+        if kind not in (SOFTMAX, SIGMOID):
+            raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
+        return config.mixture(
+            grouped=True,
+            router="softmax" if kind == SOFTMAX else "sigmoid",
+            choice_bias=biased,
+            renormalise=keys.flag("expert_weights_norm"),
+            shared=keys.integer("expert_shared_count", 1, MAX_EXPERTS),
+        )
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = self.gguf_rope(config)
@@ -203,8 +216,7 @@ class DeepseekV3(DeepseekV2):
         method, scoring = keys.text("topk_method", "noaux_tc"), keys.text("scoring_func", "sigmoid")
         if method != "noaux_tc" or scoring != "sigmoid":
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
-        renormalise = keys.flag("norm_topk_prob", True)
-        return _router(config, groups=True) | {"renormalise": renormalise, "router": "sigmoid", "choice_bias": True}
+        return config.router() | {"router": "sigmoid", "choice_bias": True}
 
 
 class Glm4MoeLite(DeepseekV3):
@@ -270,23 +282,10 @@ class Mistral4(DeepseekV2):
     def router(self, config: HfConfig) -> dict[str, Any]:
         if config.keys.integer("n_group", 1, MAX_EXPERTS, 1) > 1:
             raise config.unsupported(f"{config.source} with expert groups")
-        return _router(config, groups=False) | {"renormalise": config.keys.flag("norm_topk_prob")}
+        return config.router(groups=False)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return with_rows(super().names(checkpoint), checkpoint)
-
-
-def _router(config: HfConfig, *, groups: bool) -> dict[str, Any]:
-    keys = config.keys
-    return {
-        "scale": keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-        "groups": keys.integer("n_group", 1, MAX_EXPERTS, 1) if groups else 1,
-        "group_top_k": keys.integer("topk_group", 1, MAX_EXPERTS, 1) if groups else 1,
-    }
-
-
-def _with_shared(experts: Experts, shared: int) -> Experts:
-    return replace(experts, shared_inner=shared * experts.inner)
 
 
 def _hf_scale(config: HfConfig, key_dim: int) -> float:
@@ -311,20 +310,3 @@ def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
     stretched = math.log(max(rope.factor, 1.0))
     attention = rope.attention_factor / (0.1 * stretched + 1.0)
     return replace(rope, attention_factor=attention), stated * stretched + 1.0
-
-
-def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
-    """The experts. Older files do not state the kind of router: with a choice bias it is a sigmoid router."""
-    keys = config.keys
-    name = config.names.tensor(f"model.layers.{dense}.{CHOICE_BIAS}")
-    biased = name in config.checkpoint.tensors
-    kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
-    if kind not in (SOFTMAX, SIGMOID):
-        raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
-    return config.mixture(
-        router="softmax" if kind == SOFTMAX else "sigmoid",
-        choice_bias=biased,
-        renormalise=keys.flag("expert_weights_norm"),
-        groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
-        group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
-    )

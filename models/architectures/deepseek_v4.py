@@ -109,9 +109,8 @@ class DeepseekV4(Architecture):
         plain, scaled, context = _ropes(config)
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", "silu_clamped", router="sqrt_softplus",
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6),
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6), shared=1,
         )  # fmt: skip
-        experts = replace(experts, shared_inner=experts.inner)
         limit = keys.number("swiglu_limit", 1e-3, 1e6)
         attention = _attention(
             config, plain, keys.integer("q_lora_rank", 1, MAX_HIDDEN), keys.integer("o_groups", 1, MAX_HEADS),
@@ -159,9 +158,8 @@ class DeepseekV4(Architecture):
             keys.integer("attention.sliding_window", 1, MAX_CONTEXT),
         )  # fmt: skip
         mixers = [_mixer(config, attention, *one, scaled, names) for one in zip(ratios, with_index, strict=True)]
-        experts = config.mixture(act="silu_clamped", router="sqrt_softplus")
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
-        experts = replace(experts, shared_inner=shared * experts.inner)
+        experts = config.mixture(act="silu_clamped", router="sqrt_softplus", shared=shared)
         hyper = MixedConnections(
             keys.integer("hyper_connection.count", 2, MOST_STREAMS),
             keys.integer("hyper_connection.sinkhorn_iterations", 1, MOST_ROUNDS),

@@ -68,24 +68,21 @@ class ExaoneMoe(Architecture):
         keys, act, (rope, context) = config.keys, config.activation(), config.rope()
         experts = config.mixture(
             "num_experts", "moe_intermediate_size", act,
-            renormalise=keys.flag("norm_topk_prob"),
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6),
-            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+            router="sigmoid",
+            choice_bias=True,
+            shared=keys.integer("num_shared_experts", 0, MAX_EXPERTS),
+            **config.router(),
         )  # fmt: skip
         first = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
         dense = config.dense(act) if "dense" in kinds else None
-        ffns = {"dense": dense, "sparse": _own(experts, keys.integer("num_shared_experts", 0, MAX_EXPERTS))}
-        return _mixed(config, rope, context, config.windows(_windowed(config)), [ffns[kind] for kind in kinds])
+        ffns = [experts if kind == "sparse" else dense for kind in kinds]
+        return _mixed(config, rope, context, config.windows(_windowed(config)), ffns)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
-        experts = config.mixture(
-            groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
-        )
-        experts = _own(experts, keys.integer("expert_shared_count", 0, MAX_EXPERTS, 1))
+        shared = keys.integer("expert_shared_count", 0, MAX_EXPERTS, 1)
+        experts = config.mixture(grouped=True, router="sigmoid", choice_bias=True, shared=shared)
         first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         dense = config.dense() if first else experts
         ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
@@ -95,10 +92,6 @@ class ExaoneMoe(Architecture):
         published = any(name.endswith(".mlp.e_score_correction_bias") for name in checkpoint.tensors)
         own = {CHOICE_BIAS: "mlp.e_score_correction_bias"} if published else {}
         return {**super().inner_names(checkpoint), **own}
-
-
-def _own(experts: Experts, shared: int) -> Experts:
-    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
 def _mixed(

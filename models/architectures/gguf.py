@@ -163,8 +163,8 @@ class GgufConfig(Config):
         )
         return rope, max(context, min(int(original * factor), MAX_CONTEXT))
 
-    def mixture(self, **changes: Any) -> Experts:
-        """A mixture of experts from the usual keys; `changes` override fields."""
+    def mixture(self, *, grouped: bool = False, **changes: Any) -> Experts:
+        """A mixture of experts from the usual keys; `grouped`: those of groups included; `changes` override fields."""
         keys = self.keys
         inner = "expert_feed_forward_length"
         if not keys.integer(inner, 0, MAX_HIDDEN * 4, 0):
@@ -174,6 +174,9 @@ class GgufConfig(Config):
             "renormalise": keys.flag("expert_weights_norm", True),
             "scale": keys.number("expert_weights_scale", 1e-6, 1e6, 1.0),
         }
+        if grouped:
+            values["groups"] = keys.integer("expert_group_count", 1, MAX_EXPERTS, 1)
+            values["group_top_k"] = keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1)
         return super().experts(names, **values | changes)
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:

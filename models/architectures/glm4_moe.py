@@ -70,14 +70,13 @@ class Glm4Moe(Architecture):
         attention = config.attention(rope, qk_norm=keys.flag("use_qk_norm"))
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", act,
-            renormalise=keys.flag("norm_topk_prob", True),
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+            router="sigmoid",
+            choice_bias=True,
+            shared=keys.integer("n_shared_experts", 1, MAX_EXPERTS),
+            **config.router(),
         )  # fmt: skip
-        shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        layers, predictor = dense_first(config, attention, _with_router(experts, shared), dense, act)
+        layers, predictor = dense_first(config, attention, experts, dense, act)
         return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -85,8 +84,9 @@ class Glm4Moe(Architecture):
         keys = config.keys
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
+        experts = config.mixture(router="sigmoid", choice_bias=True, shared=shared)
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
-        layers, predictor = dense_first(config, attention, _with_router(config.mixture(), shared), dense, "silu")
+        layers, predictor = dense_first(config, attention, experts, dense, "silu")
         return config.facts(layers, context, predictor=predictor)
 
     def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -99,10 +99,6 @@ def _beyond(config: HfConfig) -> Callable[[int], bool]:
     """Which layers have a window if the file does not list them."""
     most = config.keys.integer("max_window_layers", 0, MAX_LAYERS, config.num_layers)
     return lambda layer: layer >= most
-
-
-def _with_router(experts: Experts, shared: int) -> Experts:
-    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
 def dense_first(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
 from localllm.checkpoint.json_file import MAX_CONFIG_BYTES, read_json_object
 from localllm.checkpoint.mapped_file import read_small, shown
 
@@ -202,6 +202,16 @@ class HfConfig(Config):
         count = count if self.keys.raw(count) is not None else "num_local_experts"
         keys = {"count": count, "top_k": "num_experts_per_tok", "inner": inner}
         return super().experts(keys, act, **changes)
+
+    def router(self, *, groups: bool = True) -> dict[str, Any]:
+        """Fields of `Experts` from DeepSeek's keys; `groups`: those of groups included."""
+        keys = self.keys
+        found: dict[str, Any] = {
+            "renormalise": keys.flag("norm_topk_prob", True),
+            "scale": keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        }
+        names = {"groups": "n_group", "group_top_k": "topk_group"} if groups else {}
+        return found | {name: keys.integer(key, 1, MAX_EXPERTS, 1) for name, key in names.items()}
 
     def layer_numbers(self, key: str) -> frozenset[int]:
         """Read a list of layer numbers; empty if the key is absent."""

@@ -116,20 +116,22 @@ class HyV3(Architecture):
         keys, act = config.keys, config.activation()
         experts = config.mixture(
             "num_experts", "moe_intermediate_size", act,
+            router="sigmoid",
+            choice_bias=True,
             renormalise=keys.flag("route_norm", True),
             scale=keys.number("router_scaling_factor", 1e-6, 1e6),
+            shared=keys.integer("num_shared_experts", 1, MAX_EXPERTS),
         )  # fmt: skip
-        shared = experts.inner * keys.integer("num_shared_experts", 1, MAX_EXPERTS)
         first = keys.integer("first_k_dense_replace", 0, MAX_LAYERS, 1)
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
-        return _hy_v3(config, *config.rope(), experts, shared, [kind == "dense" for kind in kinds], act)
+        return _hy_v3(config, *config.rope(), experts, [kind == "dense" for kind in kinds], act)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        experts = config.mixture()
+        experts = config.mixture(router="sigmoid", choice_bias=True)
         shared = config.keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, experts.inner)
         routers = [f"{config.names.source(f'model.layers.{i}.mlp.gate')}.weight" for i in range(config.num_layers)]
         dense = [name not in config.checkpoint.tensors for name in routers]
-        return _hy_v3(config, *config.rope(), experts, shared, dense, "silu")
+        return _hy_v3(config, *config.rope(), replace(experts, shared_inner=shared), dense, "silu")
 
     def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         tensors = checkpoint.tensors
@@ -144,10 +146,9 @@ class HyV3(Architecture):
 
 
 def _hy_v3(
-    config: Config, rope: RopeFacts, context: int, experts: Experts, shared: int, dense: Sequence[bool], act: str
+    config: Config, rope: RopeFacts, context: int, experts: Experts, dense: Sequence[bool], act: str
 ) -> ModelFacts:
     """`dense`: whether each layer has no experts."""
-    experts = replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared)
     attention = config.attention(rope, qk_norm=True)
     sparse = LayerFacts(attention, experts)
     plain = LayerFacts(attention, config.dense(act)) if any(dense) else sparse

@@ -55,11 +55,13 @@ class Laguna(Architecture):
         gating = keys.raw("gating")
         if gating not in (True, "per-head", "per-element"):
             raise keys.fail("gating", f"is {gating!r:.60}; true, per-head and per-element are supported")
-        experts = _own(
-            config.mixture("num_experts", "moe_intermediate_size", act),
-            keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4),
-            keys.number("moe_routed_scaling_factor", 1e-6, 1e6, 1.0),
-        )
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size", act,
+            router="sigmoid",
+            choice_bias=True,
+            scale=keys.number("moe_routed_scaling_factor", 1e-6, 1e6, 1.0),
+            shared_inner=keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4),
+        )  # fmt: skip
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer == 0], key="mlp_layer_types")
         ffns: dict[str, Dense | Experts] = {KINDS[0]: experts, KINDS[1]: config.dense(act)}
         layers = _layers(
@@ -76,7 +78,8 @@ class Laguna(Architecture):
         if keys.raw("attention.sliding_window_pattern") is None:
             windows = [windows[0] if layer % FULL_EVERY else None for layer in range(config.num_layers)]
         shared = keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
-        experts, first = _own(config.mixture(), shared), keys.integer("leading_dense_block_count", 0, MAX_LAYERS)
+        experts = config.mixture(router="sigmoid", choice_bias=True, shared_inner=shared)
+        first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS)
         dense = config.dense() if first else experts
         ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
         heads = config.each(config.KEYS["heads"], 1, MAX_HEADS, config.num_heads)
@@ -90,11 +93,6 @@ class Laguna(Architecture):
         published = any(name.endswith(".mlp.experts.e_score_correction_bias") for name in checkpoint.tensors)
         own = {CHOICE_BIAS: "mlp.experts.e_score_correction_bias"} if published else SHARED  # as transformers saves it
         return own | {GATE: "self_attn.g_proj"}
-
-
-def _own(experts: Experts, shared: int, scale: float | None = None) -> Experts:
-    made = replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared)
-    return made if scale is None else replace(made, scale=scale)
 
 
 def _heads(config: HfConfig) -> Sequence[int]:

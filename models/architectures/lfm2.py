@@ -131,9 +131,8 @@ class Lfm2Moe(Lfm2):
         experts = config.mixture(
             "num_experts", "moe_intermediate_size",
             router="sigmoid",
-            renormalise=keys.flag("norm_topk_prob"),
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
             choice_bias=keys.flag("use_expert_bias"),
+            **config.router(groups=False),
         )  # fmt: skip
         return _after_dense(config, experts, keys.integer("num_dense_layers", 0, MAX_LAYERS))
 

@@ -58,15 +58,12 @@ class Ling2(Architecture):
             "num_experts", "moe_intermediate_size", act,
             router="sigmoid",
             choice_bias=keys.flag("moe_router_enable_expert_bias", True),
-            renormalise=keys.flag("norm_topk_prob", True),
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+            shared=keys.integer("num_shared_experts", 1, MAX_EXPERTS),
+            **config.router(),
         )  # fmt: skip
-        shared = experts.inner * keys.integer("num_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
         attention = config.attention(rope, qk_norm=keys.flag("use_qk_norm", True), fused=True)
-        layers, predictor = dense_first(config, attention, replace(experts, shared_inner=shared), dense, act)
+        layers, predictor = dense_first(config, attention, experts, dense, act)
         return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -77,12 +74,7 @@ class Ling2(Architecture):
             raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         name = config.names.tensor(f"model.layers.{dense}.{CHOICE_BIAS}")
-        experts = config.mixture(
-            router="sigmoid",
-            choice_bias=name in config.checkpoint.tensors,
-            groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
-        )
+        experts = config.mixture(grouped=True, router="sigmoid", choice_bias=name in config.checkpoint.tensors)
         shared = keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4, experts.inner)
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"), fused=True)
         layers, predictor = dense_first(config, attention, replace(experts, shared_inner=shared), dense, "silu")

@@ -63,10 +63,9 @@ class MimoV2(Architecture):
         rope, local_rope, context = config.ropes(THETA, LOCAL_THETA)
         experts = config.mixture(
             "n_routed_experts", "moe_intermediate_size", config.activation(),
-            renormalise=keys.flag("norm_topk_prob", True),
-            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
-            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+            router="sigmoid",
+            choice_bias=True,
+            **config.router(),
         )  # fmt: skip
         values = keys.integer("v_head_dim", 1, config.head_dim)
         if keys.integer("swa_v_head_dim", 1, MAX_HEAD_DIM, values) != values:
@@ -95,7 +94,8 @@ class MimoV2(Architecture):
         routers = (config.names.source(f"model.layers.{layer}.mlp.gate") for layer in range(config.num_layers))
         sparse = [f"{router}.weight" in config.checkpoint.tensors for router in routers]
         heads = config.each(config.KEYS["kv_heads"], 1, MAX_HEADS, config.num_kv_heads)
-        return _facts(config, (rope, local_rope), context, windows, heads, sparse, config.mixture(), values, scale)
+        experts = config.mixture(router="sigmoid", choice_bias=True)
+        return _facts(config, (rope, local_rope), context, windows, heads, sparse, experts, values, scale)
 
     def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(f".{PUBLISHED_SINKS}") for name in checkpoint.tensors)
@@ -138,7 +138,6 @@ def _facts(
     kv_heads: Sequence[int], sparse: Sequence[bool], experts: Experts, values: int, scale: float,
 ) -> ModelFacts:  # fmt: skip
     """`ropes`: of layers that see all positions, and of windowed ones; `values`: elements of a value head."""
-    experts = replace(experts, router="sigmoid", choice_bias=True)
     options = {"value_dim": 0 if values == config.head_dim else values, "value_scale": scale}
     for count in kv_heads:
         config.check_heads(config.num_heads, count)

@@ -127,13 +127,9 @@ def _experts_of_hf(config: HfConfig) -> Experts:
     shared = keys.integer("moe_shared_expert_intermediate_size", 1, MAX_HIDDEN * 4)
     return config.mixture(
         "n_routed_experts", "moe_intermediate_size", "relu2",
-        renormalise=keys.flag("norm_topk_prob", True),
-        scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
-        groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
-        group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
         shared_inner=shared * keys.integer("n_shared_experts", 0, MAX_EXPERTS),
         latent=0 if keys.raw("moe_latent_size") is None else keys.integer("moe_latent_size", 1, MAX_HIDDEN),
-        router="sigmoid", choice_bias=True, gated=False,
+        router="sigmoid", choice_bias=True, gated=False, **config.router(),
     )  # fmt: skip
 
 
@@ -141,8 +137,7 @@ def _experts_of_gguf(config: GgufConfig) -> Experts:
     keys = config.keys
     return config.mixture(
         act="relu2",
-        groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
-        group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
+        grouped=True,
         shared_inner=keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, 0)
         * keys.integer("expert_shared_count", 0, MAX_EXPERTS, 1),
         latent=keys.integer("moe_latent_size", 0, MAX_HIDDEN, 0),

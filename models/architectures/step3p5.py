@@ -88,10 +88,12 @@ class Step3p5(Architecture):
         scale = keys.number("query_pre_attn_scalar", 1e-3, 1e6, float(config.head_dim)) ** -0.5
         experts = config.mixture(
             "num_experts", "moe_intermediate_size",
+            router="sigmoid",
+            choice_bias=True,
             renormalise=keys.flag("norm_expert_weight", True),
             scale=keys.number("moe_router_scaling_factor", 1e-6, 1e6, 1.0),
+            shared_inner=keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4),
         )  # fmt: skip
-        experts = _own(experts, keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4))
         windows = config.windows(lambda layer: False)
         return _facts(
             config, (rope, local_rope), context, windows, _heads(config, windowed, windows), _sparse(config), experts,
@@ -106,7 +108,8 @@ class Step3p5(Architecture):
         if turned.factors_tensor is not None:  # Llama 3's, for whole heads
             factors = config.numbers(turned.factors_tensor)[: rope.dim // 2]
             rope = config.longrope(RopeFacts(rope.theta, rope.dim), {"short": factors, "long": factors}, 1.0)
-        experts = _own(config.mixture(), keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4))
+        shared = keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
+        experts = config.mixture(router="sigmoid", choice_bias=True, shared_inner=shared)
         heads = config.each(config.KEYS["heads"], 1, MAX_HEADS, config.num_heads)
         first = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         return _facts(
@@ -164,10 +167,6 @@ def _sparse(config: HfConfig) -> list[bool]:
         raise config.keys.fail("moe_layers_enum", "must list layer numbers")
     chosen = {int(number) for number in numbers}
     return [layer in chosen for layer in range(config.num_layers)]
-
-
-def _own(experts: Experts, shared: int) -> Experts:
-    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared)
 
 
 def _facts(
