@@ -29,7 +29,7 @@ def endpoint() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/open/v1/models" else 401)
             self.end_headers()
-            rows = [{"id": "one", "max_model_len": 4096}, {"id": "two"}]
+            rows = [{"id": "one", "max_model_len": 4096, "meta": {"n_ctx_train": 8192}}, {"id": "two"}]
             self.wfile.write(json.dumps({"data": rows}).encode())
 
         def log_message(self, *args: object) -> None:
@@ -81,6 +81,9 @@ def test_what_a_named_server_offers_is_asked(invoke: Invoke, empty_home: Path, e
     settings = json.loads(found["snippet"])["provider"]["localllm"]
     assert found["model"] == "one" and settings["models"]["one"]["limit"]["context"] == 4096
     assert settings["options"] == {"baseURL": f"{endpoint}/open/v1"}
+    small = invoke("connect", "claude-code", "--url", f"{endpoint}/open").stderr
+    assert "about 20,000 tokens, and one holds at most 8,192: serve a model with a longer context" in small
+    assert "--ctx 32k or more" in invoke("connect", "claude-code", "--url", f"{endpoint}/open", "--model", "two").stderr
     wrong = invoke("connect", "llm", "--url", f"{endpoint}/open", "--model", "three")
     assert wrong.exit_code == 0 and "does not offer three; it offers one, two" in wrong.stderr
     locked = invoke("connect", "python", "--url", endpoint)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from localllm.cli import loading
+from localllm.cli.frame.command import Env
+from localllm.cli.frame.console import Console
+from localllm.cli.names import Choice
+from localllm.config import load_config
+from localllm.errors import ConfigError
 
 from .conftest import Invoke, valid
 
@@ -155,3 +165,24 @@ def test_the_themes_that_are_known_are_those_there_are() -> None:
     from localllm.paths import toml_beside
 
     assert set(THEMES) == {*BUILTIN_THEMES, *toml_beside(str(Path(tui.__file__)), "themes.toml")}
+
+
+def test_a_context_is_within_what_the_models_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the settings it is lowered, with a note; a flag is refused, unless several models are served."""
+    monkeypatch.setattr(loading, "max_context", lambda name: {"small": 8192, "large": 131_072}[name])
+    small, large = Choice("small", "small"), Choice("large", "large")
+
+    def run(choices: list[Choice], flags: dict[str, str]) -> tuple[Any, str]:
+        err = io.StringIO()
+        env = cast(Env, SimpleNamespace(console=Console(stderr=err)))
+        return loading.within_models(env, load_config(flags), choices).engine.ctx, err.getvalue()
+
+    flag = {"engine.ctx": "32k"}
+    assert run([large], flag) == (32_768, "")
+    with pytest.raises(ConfigError, match=r"--ctx 32,768 exceeds small's maximum context of 8,192 tokens"):
+        run([small], flag)
+    both = "warning: small runs with 8,192 tokens, its maximum; --ctx asks for 32,768\n"
+    assert run([small, large], flag) == (32_768, both)
+    monkeypatch.setenv("LOCALLLM_ENGINE_CTX", "32k")
+    told = "warning: small runs with 8,192 tokens, its maximum; engine.ctx (env LOCALLLM_ENGINE_CTX) asks for 32,768\n"
+    assert run([small], {}) == (8192, told)

@@ -14,6 +14,7 @@ from localllm.cli.attach import fake_engine
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import EngineFlags, Parallel
+from localllm.cli.loading import within_models
 from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, counted, seconds_short
@@ -51,6 +52,7 @@ def batch(
 
     ids = check(source)
     choices = [here(env, config, model)] if model else []
+    within_models(env, config, choices)  # every model has a plan of its own, with a context that it can hold
     default, offers = offered(env, config, choices, (), every=True)
     answers = Output(output, again=retry_failed)
     counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
@@ -98,7 +100,7 @@ def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     if env.console.emit("batch/1", told | {"seconds": round(seconds, 3), "finished": int(time.time())}):
         return
     failed = f", {counts.failed} of them failed" if counts.failed else ""
-    skipped = f"  ({counts.skipped} already answered)" if counts.skipped else ""
+    skipped = f" ({counts.skipped} already answered)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
     answered = counted(counts.done, "request")
     where = "" if str(output) == "-" else f": {clean_line(str(output))}"

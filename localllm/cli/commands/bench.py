@@ -94,8 +94,9 @@ def bench(
     if config.engine.packed_store == "auto":  # weights written to disk between two runs would slow the second one down
         config = env.settings(asked | {"engine.packed_store": 0})
     choice = choose(env, config, model)
-    from localllm.cli.loading import load_llm
+    from localllm.cli.loading import load_llm, within_models
 
+    config = within_models(env, config, [choice])
     with load_llm(env, choice, config.engine) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)
         result.command = shlex.join(["localllm", *sys.argv[1:]])

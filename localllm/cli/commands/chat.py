@@ -25,6 +25,7 @@ from localllm.cli.frame.options import (
     text_or_file,
 )
 from localllm.cli.full_screen import full_screen, in_tab
+from localllm.cli.loading import within_models
 from localllm.cli.names import placed
 from localllm.cli.question import Job, KeptChat, gather_prompt, messages_of
 from localllm.cli.session import Sampling
@@ -117,6 +118,8 @@ def chat(
     wish = "off" if attach_to == "auto" and serve is not None else wish_of(env, config, engine, attach_to)
     named = model or preset_of(config, preset).model
     start.choice, start.attached = placed(env, config, wish, named, start.conversation.model)
+    if start.attached is None:
+        config = within_models(env, config, [start.choice])
     if web:
         from localllm.cli.web import serve_web
 

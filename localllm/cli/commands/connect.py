@@ -28,13 +28,14 @@ class Server:
     model: str
     ctx: int
     needs_key: bool
+    most: int = 0  # the largest context that the model can hold; 0 when unknown
 
 
 # connect.toml: name -> about, snippet, and optionally file and note
-APPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+APPS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def snippet(app: dict[str, str], server: Server) -> str:
+def snippet(app: dict[str, Any], server: Server) -> str:
     """Return the settings for an app, with the server's values in the places that connect.toml leaves for them."""
     name = server.model
     plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[\w./-]+)*", name) and name.lower() not in ("true", "yes", "on", "null")
@@ -74,7 +75,7 @@ def connect(
         meant = did_you_mean(nearest(name, APPS, 0.5))
         raise ConfigError(f"no settings for {clean_line(app)}{meant}", "`localllm connect` lists the apps")
     one, server = APPS[name], _server(env, url, model)
-    text, file, note = snippet(one, server), one.get("file"), one.get("note")
+    text, file, note = snippet(one, server), one.get("file"), _note(one, server)
     fields = {"app": name, "file": file, "snippet": text, "note": note, "url": server.url, "model": server.model}
     if env.console.emit("connect/1", fields):
         return 0
@@ -115,7 +116,20 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
         names = ", ".join(str(row.get("id")) for row in rows[:8])
         env.console.warn(f"{clean_line(base)} does not offer {clean_line(str(model))}; it offers {clean_line(names)}")
     name = model or chosen.get("id") or env.config.model or "MODEL"
-    return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key)
+    meta = chosen.get("meta")
+    most = int((meta.get("n_ctx_train") if isinstance(meta, dict) else 0) or 0)
+    return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key, most)
+
+
+def _note(app: dict[str, Any], server: Server) -> str | None:
+    """What else to know; for an app with a long prompt of its own, whether the model can hold it."""
+    prompt = app.get("prompt", 0)
+    if not 0 < server.most <= prompt:
+        return app.get("note")
+    return (
+        f"its own prompt has about {prompt:,} tokens, and {clean_line(server.model)} holds at most {server.most:,}: "
+        "serve a model with a longer context"
+    )
 
 
 def _checked_address(url: str) -> str:

@@ -14,6 +14,7 @@ from localllm.cli.attach import wish_of
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import Console, one_of
 from localllm.cli.frame.options import AttachTo, EngineFlags, Model, Preset, SamplingFlags, System, Think, text_or_file
+from localllm.cli.loading import within_models
 from localllm.cli.names import Choice, placed
 from localllm.cli.question import (
     TRUNCATE,
@@ -158,6 +159,8 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Find a server that has the model, or load the model; answer and show the result. Returns the exit code."""
     console = env.console
     choice, attached = placed(env, config, _place(env, job), model, job.resumed)
+    if attached is None:
+        config = within_models(env, config, [choice])
     events = RunEvents(console) if console.as_json and job.stream else None
     progress, started = env.progress(choice.shown), StartTrace()
 

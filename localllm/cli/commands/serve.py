@@ -21,6 +21,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import one_of
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
+from localllm.cli.loading import within_models
 from localllm.cli.names import Choice, agree, choice_of, resolve
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, counted, seconds_short
@@ -109,6 +110,8 @@ def serve(
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
+    lowered = within_models(env, config, choices)
+    config = config if ollama else lowered  # with --ollama, other models are served, too
     default, offers = offered(env, config, choices, alias or (), every=not models or ollama, may_be_none=ollama)
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
     entries = tuple(read_servers(mcp)) if mcp is not None else ()
