@@ -202,6 +202,18 @@ class Conversation:
             if siblings:
                 self.show(siblings[-1])
 
+    def take_out(self, exchange: Exchange) -> list[Exchange]:
+        """Delete a question alone. Those after it in the branch then follow what is before it; returns them."""
+        later = self.exchanges[self.exchanges.index(exchange) + 1 :]
+        for one in later[:1]:
+            exchange.children.remove(one)
+        self.remove(exchange)
+        for one in later[:1]:
+            one.parent = self.exchanges[-1] if self.exchanges else None
+            self._add(one)
+        self.exchanges += later[1:]
+        return later
+
     def clear(self) -> None:
         """Start a new chat; instructions and sampling stay."""
         self.roots.clear()

@@ -75,6 +75,21 @@ def test_what_is_offered_for_leaving_out() -> None:
     assert [e.user for e in talk.oldest_half(new)] == ["0", "1", "2"]
 
 
+def test_a_question_taken_out_leaves_those_after_it() -> None:
+    talk = Conversation()
+    first, second = (talk.ask(text) for text in "ab")
+    again = talk.again(first)
+    later = [talk.ask(text) for text in "cd"]
+    assert talk.take_out(again) == later
+    assert talk.exchanges == [first, second, *later] and talk.removed == [again.answer_id]
+    assert [m["content"] for m in talk.messages(later[1])][-1] == "d" and later[0].parent is second
+    talk.show(first)
+    assert talk.exchanges == [first, second, *later]
+    assert talk.take_out(first) == [second, *later]
+    assert talk.exchanges == [second, *later] and talk.roots == [second]
+    assert talk.removed == [again.answer_id, first.question_id, first.answer_id]
+
+
 def test_code_blocks() -> None:
     assert code_blocks("a\n~~~\n```\n~~~\n````\n```\n````\n") == ["```", "```"]
     assert code_blocks("none") == []

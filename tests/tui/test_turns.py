@@ -222,6 +222,57 @@ async def test_a_larger_window_is_loaded_and_the_message_sent() -> None:
         assert running.backend.started[-1] == ("fake", {"ctx": 72})
 
 
+@pytest.mark.parametrize(
+    ("key", "asked"), [("e", "abm"), ("c", "abcm"), ("n", "cm"), ("t", "abcm"), ("s", "abcm")]
+)  # fmt: skip
+async def test_a_message_queued_behind_one_that_does_not_fit_stays(tmp_path: Path, key: str, asked: str) -> None:
+    async with chat(ctx=44, path=tmp_path / "chats.db") as running:
+        await running.ready()
+        for text in ("a a a a a a a a", "b b b b b b b b"):
+            await running.ask(text)
+        await running.send("c c c c c c c c")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.send("my name")
+        await running.until(lambda: running.screen.waiting)
+        await running.until(lambda: "waits for your choice" in running.text("UserMessage.-queued .queued"))
+        await running.send("/regen")
+        await running.until(lambda: "first choose above the prompt" in running.text("#state"))
+        running.backend.answers = ["letters", "c"] if key == "s" else ["c"] if key != "e" else []
+        await running.pilot.press("tab", key)
+        await running.until(lambda: not running.screen.query_one(Choices).display)
+        await running.until(lambda: running.backend.sent[-1][0][-1]["content"] == "my name")
+        await finish(running)
+        talk = running.screen.conversation
+        assert [(one.user[0], one.stop) for one in talk.exchanges] == [(name, "stop") for name in asked]
+        assert [one.exchange for one in running.screen.query(UserMessage)] == talk.exchanges
+        assert [one.exchange for one in running.answers] == talk.exchanges
+        assert running.prompt.text == ("c c c c c c c c" if key == "e" else "")
+        assert running.screen.state.used_tokens > sum(len(m["content"].split()) for m in running.backend.sent[-1][0])
+    with History(tmp_path / "chats.db") as history:
+        found = history.chat(talk.id)
+        path = active_path(history.messages(found.id), found.leaf_id)
+        assert "".join(one.content[0] for one in path if one.role == "user") == asked
+        chats = [[one.content[0] for one in history.messages(row.id) if one.role == "user"] for row in history.chats()]
+        assert sorted(chats) == ([list("ab"), list("cm")] if key == "n" else [list(asked)])
+
+
+async def test_a_new_answer_that_does_not_fit_gives_way_to_the_old_one() -> None:
+    async with chat() as running:
+        await running.ready()
+        for text in ("one", "two"):
+            await running.ask(text)
+        running.backend.ctx = 1
+        await running.send("/regen 1")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.send("three")
+        await running.until(lambda: running.screen.waiting)
+        running.backend.ctx = 100
+        await running.pilot.press("tab", "e")
+        await running.until(lambda: running.prompt.text == "one" and not running.screen.busy)
+        assert [one.text for one in running.screen.conversation.exchanges] == ["one", "two", "three"]
+        assert [one.exchange.text for one in running.answers] == ["one", "two", "three"]
+
+
 async def test_memory_that_ran_out_offers_what_helps() -> None:
     async with chat() as running:
         await running.ready()

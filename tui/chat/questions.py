@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -147,36 +148,55 @@ class Questions:
         if wanted > max(facts.ctx, needed):
             what = f"reload with a context of {tokens_short(wanted)} (fits)"
             choices.append(Choice("c", what, partial(resend, ctx=wanted)))
-        if len(talk.exchanges) > 1 and fits_alone:
+        if exchange.parent is not None and fits_alone:
             choices.append(Choice("n", "start a new chat with this message", partial(resend, new=True)))
         choices.append(Choice("e", "edit the message", partial(self._edit, exchange)))
         self._offer("The context window is full; nothing was sent", choices)
-
-    async def _take_back(self, exchange: Exchange) -> None:
-        self._screen.stuck = None
-        self._screen.conversation.remove(exchange)
-        await self._screen.transcript.take_back(exchange)
 
     async def _resend(
         self, exchange: Exchange, *, forget: Sequence[Exchange] = (), new: bool = False, ctx: int = 0
     ) -> None:
         """Resend the message that did not fit: without some turns, in a new chat, or in a larger context."""
         screen = self._screen
+        if screen.stuck is not exchange:
+            return  # another chat was opened in the meantime
+        screen.stuck = None
         for old in forget:
             old.forgotten = True
         screen.keep(*forget)
-        await self._take_back(exchange)
         if new:
-            await screen.clear()
+            await self._move(exchange)
+            return
+        exchange.failed, exchange.stop, exchange.sent = None, "", None
+        await screen.transcript.drop_answer(exchange)
+        screen.waiting.extendleft(zip([exchange], await screen.transcript.questions([exchange]), strict=True))
         if ctx:
             await self._reload(ctx=ctx)
-        await screen.enqueue(screen.conversation.ask(exchange.user, exchange.attachments))
+        await screen.next_turn()
+
+    async def _move(self, exchange: Exchange) -> None:
+        """Move the message, and those queued after it, to a new chat."""
+        screen = self._screen
+        moved = [exchange, *(one for one, _ in screen.waiting)]
+        screen.conversation.remove(exchange)
+        screen.keep()
+        await screen.clear()
+        for one in moved:
+            await screen.enqueue(screen.conversation.ask(one.user, one.attachments))
 
     async def _edit(self, exchange: Exchange) -> None:
-        await self._take_back(exchange)
-        self._screen.prompt.put(exchange.user)
-        self._screen.session.files[:] = exchange.attachments
-        await self._screen.next_turn()
+        """Put the message back into the prompt. Those queued after it stay and are sent."""
+        screen = self._screen
+        if screen.stuck is not exchange:
+            return
+        screen.stuck = None
+        later = screen.conversation.take_out(exchange)
+        screen.keep(*later)
+        await screen.transcript.sync()
+        screen.waiting = deque(zip(later, await screen.transcript.questions(later), strict=True))
+        screen.prompt.put(exchange.user)
+        screen.session.files[:] = exchange.attachments
+        await screen.next_turn()
 
     async def _summarise(self, exchange: Exchange, oldest: Sequence[Exchange]) -> None:
         screen, last = self._screen, oldest[-1]

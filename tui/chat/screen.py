@@ -289,6 +289,7 @@ class ChatScreen(Actions):
         if self.current is None:
             state.used_tokens = self.conversation.used_tokens
         self._show_problem()
+        self.mark_queued()
         shown = replace(state, text=self.message, sampling={}, think="auto") if self.message else state
         self.query_one(StatusLine).show(shown, "" if self.message else self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, self.session.model, state.facts)

@@ -178,13 +178,20 @@ class Turns(Screen[None]):
             return None
 
     @property
+    def runs(self) -> bool:
+        return self.current is not None or self.side is not None
+
+    @property
     def busy(self) -> bool:
-        return self.current is not None or self.side is not None or bool(self.waiting)
+        return self.runs or self.stuck is not None or bool(self.waiting)
 
     def may_change(self) -> bool:
         """Whether the branch can be changed now; shows the reason when it cannot."""
-        if self.busy:
+        if self.runs:
             self.flash(f"stop the answer first: {self.frame.keymap.label('chat.stop')}")
+        elif self.busy:
+            asks = self.query_one(Choices).display
+            self.flash("first choose above the prompt: Tab" if asks else "the queued messages come first")
         return not self.busy
 
     @property
@@ -211,22 +218,39 @@ class Turns(Screen[None]):
 
     async def next_turn(self) -> None:
         """Send the next message if the model is ready and free; mark the others as queued."""
-        free = self.current is None and self.side is None and self.stuck is None
+        free = not self.runs and self.stuck is None
         tools = self.session.tools
         if self.phase == "ready" and free and self.waiting and (tools is None or tools.is_connected):
             exchange, widget = self.waiting.popleft()
-            widget.remove_class("-queued")
+            widget.queue("")
             for said in await asyncio.to_thread(self._fit, exchange) if exchange.attachments else ():
                 await self.transcript.say(said, after=widget)
-            message = await self.transcript.add_answer(exchange, widget)
-            self.send(message, self.conversation.messages(exchange))
+            await self._answer(exchange, widget)
+        self.mark_queued()
+
+    def mark_queued(self) -> None:
+        """Say at the queued messages what they wait for."""
+        waits_for = "sent when the model is free"
+        if self.phase != "loading" and not self.runs and self.query_one(Choices).display:
+            waits_for = "waits for your choice above the prompt"
+        elif self.phase == "failed":
+            waits_for = "sent when a model is loaded"
         for _, widget in self.waiting:
-            widget.add_class("-queued")
+            widget.queue(waits_for)
 
     def _fit(self, exchange: Exchange) -> list[str]:
         backend = self.session.backend
         said = fit(self.conversation, exchange, backend.facts(), backend.count_tokens, self.session.offered)
         return said[::-1]  # each is inserted directly below the question
+
+    async def _answer(self, exchange: Exchange, question: UserMessage) -> None:
+        """Show an answer, and let the model write it or go on with it."""
+        message, messages = await self.transcript.add_answer(exchange, question), self.conversation.messages(exchange)
+        await message.restore_rounds()
+        if exchange.text:
+            message.answer.feed(clean(exchange.text))
+            messages.append(Message(role="assistant", content=exchange.text))
+        self.send(message, messages)
 
     def send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model
@@ -242,11 +266,7 @@ class Turns(Screen[None]):
         if widget is None:
             return
         exchange.text, exchange.stop, exchange.failed = exchange.text.rstrip(), "", None
-        message = await self.transcript.add_answer(exchange, widget)
-        await message.restore_rounds()
-        message.answer.feed(clean(exchange.text))
-        answer: Message = {"role": "assistant", "content": exchange.text}
-        self.send(message, [*self.conversation.messages(exchange), answer])
+        await self._answer(exchange, widget)
 
     async def branch(self, exchange: Exchange) -> None:
         """Continue the conversation after this exchange."""

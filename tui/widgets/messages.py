@@ -33,6 +33,8 @@ class UserMessage(Horizontal):
         super().__init__()
         self.exchange = exchange
         self.display = bool(exchange.user or exchange.attachments)
+        self._queued = Static("", classes="queued", markup=False)
+        self._waits_for = ""
 
     def compose(self) -> ComposeResult:
         yield Static("❯", classes="mark", markup=False)
@@ -41,11 +43,18 @@ class UserMessage(Horizontal):
                 names = "   ".join(f"+ {one.label}" for one in self.exchange.attachments)
                 yield Static(names, classes="files", markup=False)
             yield Static(_shortened(clean(self.exchange.user)), classes="text", markup=False)
-            yield Static("queued: sent when the model is free", classes="queued", markup=False)
+            yield self._queued
         yield Static("", classes="meta", markup=False)
 
     def on_mount(self) -> None:
         self.set_branch((1, 1))
+
+    def queue(self, waits_for: str) -> None:
+        """Say what it waits for; "" once it is sent."""
+        if waits_for != self._waits_for:
+            self._waits_for = waits_for
+            self._queued.update(f"queued: {waits_for}")
+            self.set_class(bool(waits_for), "-queued")
 
     def set_branch(self, place: tuple[int, int]) -> None:
         when = time.strftime("%H:%M", time.localtime(self.exchange.asked_at))

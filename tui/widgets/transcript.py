@@ -6,7 +6,7 @@ A hundred mounted answers slow down every key (1.9 s per resize), so only the la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -96,6 +96,15 @@ class Transcript(VerticalScroll):
     async def drop_answer(self, exchange: Exchange) -> UserMessage | None:
         """Remove an answer so that it can be written again under its question."""
         await self._remove([one for one in self.query(AssistantMessage) if one.exchange is exchange])
+        return self._question(exchange)
+
+    async def questions(self, exchanges: Sequence[Exchange]) -> list[UserMessage]:
+        """Their questions, all brought to the screen."""
+        for one in exchanges[:1]:
+            await self.reveal(one)
+        return [shown for one in exchanges if (shown := self._question(one)) is not None]
+
+    def _question(self, exchange: Exchange) -> UserMessage | None:
         return next((one for one in self.query(UserMessage) if one.exchange is exchange), None)
 
     async def take_back(self, exchange: Exchange) -> None:
