@@ -123,6 +123,15 @@ class Proportional:
         """Tokens of a resized image."""
         return width // self.factor * (height // self.factor)
 
+    def grid(self, width: int, height: int) -> tuple[int, int] | None:
+        """Token rows and columns of a resized image; None if positions do not depend on them."""
+        return None
+
+
+def _check_ratio(width: int, height: int) -> None:
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
+
 
 @dataclass(frozen=True)
 class GridFacts(Proportional):
@@ -181,8 +190,7 @@ class GridFacts(Proportional):
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """The size to which an image is resized. Raises ValueError above the aspect ratio limit."""
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
+        _check_ratio(width, height)
         factor, sides = self.factor, (width, height)
         near = [round(side / factor) * factor for side in sides]
         if near[0] * near[1] > self.max_pixels:
@@ -310,15 +318,10 @@ class RowFacts(Proportional):
         """The size to which an image is resized: whole squares, without enlarging small images. Raises ValueError above
         the aspect ratio limit.
         """
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
+        _check_ratio(width, height)
         ratio = max(1.0, max(width, height) / self.longest)
         across, down = (max(1, math.ceil(math.floor(side / ratio) / self.factor)) for side in (width, height))
         return across * self.factor, down * self.factor
-
-    def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """None: positions do not depend on rows and columns."""
-        return None
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(N, K) of the linear modules, by canonical name."""
@@ -389,10 +392,6 @@ class BudgetFacts(Proportional):
         elif not across:
             across, down = 1, min(height // width, self.tokens)
         return across * self.factor, down * self.factor
-
-    def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """None: positions do not depend on rows and columns."""
-        return None
 
     @property
     def _pixel_work(self) -> int:
