@@ -51,7 +51,7 @@ class ChatEndpoint:
         llm = backend.llm
         if llm is None:
             raise ServerError("no model is loaded", "/model NAME")
-        from localllm.cli.commands.serve import api_keys, taken_by_us
+        from localllm.cli.commands.serve import api_keys, taken_by
         from localllm.server import ServeOptions, ServiceOptions
         from localllm.server.run import BackgroundServer
 
@@ -66,7 +66,7 @@ class ChatEndpoint:
         try:
             self._server = BackgroundServer(llm, (name,), options, self._ended)
         except ServerError as error:
-            raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
+            raise ServerError(taken_by(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
         self._register(self._server.url, name, keys[0] if keys else "")
         return self._server.url
 

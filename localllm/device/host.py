@@ -84,7 +84,7 @@ def host(
         "wsl_release": release if "microsoft" in release.lower() else "",
         "wsl_mirrored": (root / "sys/class/net/loopback0").exists(),
         "disk": disk_facts(models, root),
-        "port_holder": _port_holder(port),
+        "port_holder": port_holder(port),
         "variables": {n: v for n, v in os.environ.items() if VARIABLES.fullmatch(n) and not SECRET.search(n)},
     }
     if trying:
@@ -151,7 +151,7 @@ def _on_battery(root: Path) -> bool:
     return bool(online) and "1" not in online
 
 
-def _port_holder(port: int) -> str:
+def port_holder(port: int) -> str:
     """The process that listens on a local port; "" if there is none."""
     with socket.socket() as probe:
         probe.settimeout(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -330,7 +331,9 @@ def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         stranger = invoke("serve", "smollm2", "--port", port)
-        assert stranger.exit_code == 8 and "[E801]" in stranger.stderr and "--port" in stranger.stderr
+        assert stranger.exit_code == 8 and "[E801]" in stranger.stderr
+        assert re.search(rf"port {port} is taken by .* \(pid {os.getpid()}\)", stranger.stderr)
+        assert f"localllm serve smollm2 --port {int(port) + 1}" in stranger.stderr
         record = Record("serve", f"http://127.0.0.1:{port}")
         record.update(("smollm2",))
         ours = invoke("serve", "smollm2", "--port", port, "--json")
@@ -339,7 +342,7 @@ def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
         assert f"localllm (pid {os.getpid()}) serves smollm2 there" in ours.stderr
         error = valid(ours.stdout, "error-1")["error"]
         assert [fix["cmd"] for fix in error["fixes"]] == [
-            f"localllm stop {port}", f"localllm serve --port {int(port) + 1}"
+            f"localllm stop {port}", f"localllm serve smollm2 --port {int(port) + 1}"
         ]  # fmt: skip
 
 

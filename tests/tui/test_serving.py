@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm.backend.in_process import InProcessBackend
 from localllm.cli.attach import find_server
-from localllm.cli.commands.serve import taken_by_us
+from localllm.cli.commands.serve import taken_by
 from localllm.cli.commands.stop import stop
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
@@ -99,7 +99,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
         assert [(one.kind, one.url) for one in processes.running()] == [("chat", url)]
         with pytest.raises(ServerError, match="belongs to a chat"):  # a signal would end the chat, too
             stop.run(Env(Options(quiet=True)), target=url.rsplit(":", 1)[1])
-        taken = taken_by_us(ServerError("taken"), int(url.rsplit(":", 1)[1]))
+        taken = taken_by(ServerError("taken"), int(url.rsplit(":", 1)[1]))
         assert "a chat of localllm" in taken.message and "localllm stop" not in taken.hint
         await running.pilot.press("f4")
         panel = running.screen.query_one(EnginePanel)

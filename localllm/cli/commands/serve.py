@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -145,7 +146,7 @@ def serve(
     except ServerError as error:
         if unix or f"port {options.port}:" not in error.message:
             raise
-        raise taken_by_us(error, options.port) from None
+        raise taken_by(error, options.port, models) from None
     finally:
         logging.getLogger("localllm.access").removeHandler(access)
         life.end()
@@ -155,17 +156,21 @@ def serve(
     return 0
 
 
-def taken_by_us(error: ServerError, port: int) -> ServerError:
-    """Name our own server in the error if it holds the port."""
+def taken_by(error: ServerError, port: int, models: Sequence[str] = ()) -> ServerError:
+    """Name the program that holds the port in the error. `models` are for the command that uses another port."""
+    from localllm.device.host import port_holder
     from localllm.device.processes import running
 
+    other = port + 1 if 1023 < port < 65535 else 8000
+    again = (shlex.join(["localllm", "serve", *models, "--port", str(other)]), "use another port")
     ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
     if ours is None:
-        return error
+        holder = port_holder(port)
+        return ServerError(f"port {port} is taken by {clean_line(holder)}", again[0]) if holder else error
     who = "localllm" if ours.kind == "serve" else "a chat of localllm"
     what = f"{who} (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
     fixes = [(f"localllm stop {port}", "stop it")] if ours.kind == "serve" else []
-    fixes.append((f"localllm serve --port {port + 1}", "use another port"))
+    fixes.append(again)
     return ServerError(f"port {port} is taken: {clean_line(what)}", fixes[0][0], fixes=fixes)
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from localllm import paths
 from localllm.cli.attach import ask
 from localllm.cli.background import START_S, Service, await_server, installed, log_file, service_file, unit_files
 from localllm.cli.frame.command import Env, command
+from localllm.device.host import port_holder
 from localllm.device.processes import running
 from localllm.errors import ConfigError, ServerError
 from localllm.terminal import clean_line, counted, seconds_short
@@ -64,7 +64,10 @@ def service(
         config = env.settings({"server.port": port, "engine.ttl": ttl})
         _install(env, config.server.port or 8000, config.engine.ttl_s, force)
     elif action == "remove":
-        _remove(env)
+        removed = _remove(env)
+        if not env.console.as_json:
+            env.console.line(removed)
+            return 0
     _status(env)
     return 0
 
@@ -115,11 +118,9 @@ def _start_error(log: Path) -> ServerError:
 
 def _port_owner(port: int) -> str:
     """Say who listens on a port, for an error message; "" when it is free."""
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) != 0:
-            return ""
+    holder = port_holder(port)
     ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
-    return f" by localllm {ours.kind} (pid {ours.pid})" if ours else " by another program"
+    return "" if not holder else f" by localllm {ours.kind} (pid {ours.pid})" if ours else f" by {clean_line(holder)}"
 
 
 def _save(made: Service) -> None:
@@ -234,13 +235,13 @@ def _systemctl(*words: str) -> None:
 # --- remove and status -----------------------------------------------------------------------------------------------
 
 
-def _remove(env: Env) -> None:
+def _remove(env: Env) -> str:
+    """Stop the service and remove its files; returns what was done."""
     found = installed()
     units_there = [path for path in unit_files() if path.exists()]
     if found is None and not units_there:
         service_file().unlink(missing_ok=True)
-        env.console.say("no service is installed")
-        return
+        return "no service is installed"
     if units_there:
         _systemctl("disable", "--now", f"{NAME}.socket")
         _systemctl("stop", f"{NAME}.service")
@@ -253,6 +254,10 @@ def _remove(env: Env) -> None:
     if found is not None and found.kind == "process":
         _end(found)
     service_file().unlink(missing_ok=True)
+    if found is None:
+        return "removed the units of a service"
+    what = "systemd user service" if found.kind == "systemd" else f"background process (pid {found.pid})"
+    return f"stopped and removed the {what} on {found.url}"
 
 
 def _end(found: Service) -> None:
