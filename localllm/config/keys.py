@@ -135,7 +135,9 @@ class EngineOptions:
         "format to quantize activations to: fp8 or nvfp4 for long prompts on a GPU; int8 for all on the CPU, less"
         " exact but faster on some CPUs (docs/quality.md); auto: unquantized on a GPU, 16 bits on the CPU",
     )
-    ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto: what fits, up to the model's limit")
+    ctx: int | Literal["auto", "max"] = _key(
+        TOKENS, "auto", "context window; auto: what fits, up to the model's limit and on a CPU to 8,192"
+    )
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "data type of the KV cache")
     gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "maximum fraction of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
