@@ -62,6 +62,11 @@ def test_it_recommends_what_the_other_places_do(invoke: Invoke, empty_home: Path
     ]
 
 
+def test_two_families_contradict_each_other(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("catalog", "qwen", "--family", "gemma")
+    assert result.exit_code == 2 and "qwen and --family gemma contradict each other" in result.stderr
+
+
 def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
     qwen = models(invoke, "Qwen")
     assert {row["family"] for row in qwen.values()} == {"qwen"}

@@ -50,6 +50,8 @@ def catalog(
     """
     from localllm import hub
 
+    if name and family and name.casefold() != family.casefold():
+        raise ConfigError(f"{name} and --family {family} contradict each other", f"localllm catalog {name}")
     planner, imagined = hardware.planner(env.config)
     limit = None if imagined else hub.download_limit(env.config)
     entries = [one for one in _entries(_family(name or family), planner, limit) if one.fits or not fits]
