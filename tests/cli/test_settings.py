@@ -10,11 +10,13 @@ from typing import Any, cast
 import pytest
 
 from localllm.cli import loading
+from localllm.cli.commands.config import is_key
 from localllm.cli.frame.command import Env
 from localllm.cli.frame.console import Console
 from localllm.cli.names import Choice
 from localllm.config import load_config
 from localllm.errors import ConfigError
+from localllm.tui.keymap import KEYS, VIM
 
 from .conftest import Invoke, valid
 
@@ -165,6 +167,17 @@ def test_the_themes_that_are_known_are_those_there_are() -> None:
     from localllm.paths import toml_beside
 
     assert set(THEMES) == {*BUILTIN_THEMES, *toml_beside(str(Path(tui.__file__)), "themes.toml")}
+
+
+def test_a_key_binding_is_checked(invoke: Invoke, file: Path) -> None:
+    assert invoke("config", "set", "keys.chat.stop", "ctrl+x, f5,upper_g,slash").exit_code == 0
+    assert "'notakey' is not a key" in invoke("config", "set", "keys.chat.stop", "escape,notakey").stderr
+    assert "did you mean chat.stop?" in invoke("config", "set", "keys.chat.stob", "escape").stderr
+    assert "chat --list-keys" in invoke("config", "set", "keys.foo.bar", "escape").stderr
+    assert invoke("config", "get", "keys.chat.stop").stdout == "ctrl+x, f5,upper_g,slash\n"
+    assert invoke("config", "unset", "keys.chat.stop").exit_code == 0
+    own = [key for keys in (*(row.keys for row in KEYS.values()), *VIM.values()) for key in keys.split(",")]
+    assert [key for key in own if not is_key(key)] == []
 
 
 def test_a_context_is_within_what_the_models_hold(monkeypatch: pytest.MonkeyPatch) -> None:

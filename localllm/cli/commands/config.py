@@ -14,9 +14,10 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES, Preset
-from localllm.errors import ConfigError, nearest
+from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.terminal import clean_line
 
+MODIFIERS = {"ctrl", "shift", "alt", "super", "hyper", "meta"}
 ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")
 
 
@@ -113,6 +114,8 @@ def _get(env: Env, key: str, origin: bool) -> dict[str, Any]:
 def _change(env: Env, key: str, value: str | None, file: Path) -> None:
     """Set a key; without a value, remove it."""
     if value is not None:
+        if key.startswith("keys."):
+            _check_binding(key.removeprefix("keys."), value)
         parsed = set_key(key, value, file)
         env.console.say(f"{clean_line(key)} = {clean_line(_text(key, parsed))} in {file}")
         where = load_config(path=file).origin(key)
@@ -124,6 +127,32 @@ def _change(env: Env, key: str, value: str | None, file: Path) -> None:
         if key.split(".")[0] not in TABLES:
             find_key(key)
         env.console.say(f"{clean_line(key)} was not set in {file}")
+
+
+def _check_binding(name: str, keys: str) -> None:
+    """Raise ConfigError for an action or a key that the interface does not know."""
+    from localllm.tui.keymap import KEYS as ACTIONS_BOUND
+
+    if name not in ACTIONS_BOUND:
+        meant = did_you_mean(nearest(name, ACTIONS_BOUND))
+        raise ConfigError(f"keys.{clean_line(name)} is not a key binding{meant}", "localllm chat --list-keys")
+    for key in keys.split(","):
+        if key.strip() and not is_key(key.strip()):
+            raise ConfigError(
+                f"{clean_line(key.strip())!r} is not a key", f"localllm config set keys.{name} ctrl+x, f5, escape or g"
+            )
+
+
+def is_key(text: str) -> bool:
+    """Whether Textual has a key of that name: `ctrl+x`, `f5`, `escape`, `g`, `slash`."""
+    from textual import keys
+
+    *modifiers, last = text.split("+")
+    if not {*modifiers} <= MODIFIERS:
+        return False
+    names = {key.value for key in keys.Keys} | {*keys.KEY_NAME_REPLACEMENTS.values()}
+    upper = last.removeprefix("upper_")
+    return last in names or keys.key_to_character(last) is not None or (len(upper) == 1 and upper.isalpha())
 
 
 def _edit(env: Env, file: Path) -> None:
