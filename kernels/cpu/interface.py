@@ -15,6 +15,7 @@ DELTA = struct.Struct("@10P6q")  # `delta_job`
 SPACE = struct.Struct("@9P5q")  # `space_job`
 ATTENTION = struct.Struct("@6P4q2f2q")  # `ll_attention_args` is PAGES followed by this
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES followed by this
+ENTRIES = struct.Struct("@7P8q")  # `ll_entry_step`
 STEP = struct.Struct("@2q3P")  # `ll_step` is this followed by a kv_target
 PASS = struct.Struct("@4q6Pd3P2Pq")
 SEQUENCES = struct.Struct("@2Pq")  # `ll_sequences`, the end of a PASS
@@ -152,6 +153,26 @@ class CLatentLayer(ctypes.Structure):
     ]
 
 
+class CPool(ctypes.Structure):
+    """`ll_pool`."""
+
+    _fields_ = [("width", c_int64), ("places", c_void_p), ("norm", CNorm), ("rows", CLinear)]
+
+
+class CCompressedLayer(ctypes.Structure):
+    """`ll_compressed_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden num_heads dim window interleaved alone"),
+        *_each(c_int64, "groups num_pools ratio sets index_heads top"),
+        ("scale", c_double),
+        *_each(CNorm, "norm q_norm head_norm kv_norm"),
+        *_each(CLinear, "inputs q_up out index_q index_shares"),
+        ("pools", CPool * 2),
+        *_each(c_void_p, "narrow sinks back"),
+    ]
+
+
 class CConv(ctypes.Structure):
     """`ll_conv`."""
 
@@ -259,6 +280,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_latent": (c_int64, (c_void_p,) * 5),
+    "ll_compressed": (c_int64, (c_void_p,) * 4),
     **dict.fromkeys(
         ("ll_gated_delta", "ll_short_conv", "ll_mamba"), (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p))
     ),
@@ -314,7 +336,10 @@ def declare(lib: ctypes.CDLL) -> None:
         function.restype = result
         function.argtypes = arguments
     layers = (CAttentionLayer, CDeltaLayer, CConvLayer, CMambaLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer)
-    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CDecoderLayer, CAdapters, CLowRank, CHyperLayer)))
+    sizes = sum(
+        map(ctypes.sizeof, (CWeight, *layers, CDecoderLayer, CAdapters, CLowRank, CHyperLayer, CCompressedLayer))
+    )
+    sizes += ENTRIES.size
     sizes += SLOTS.size + SEQUENCES.size + PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size
     sizes += PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:

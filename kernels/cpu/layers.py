@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_COMPRESSED,
     FUSED_CONV,
     FUSED_DELTA,
     FUSED_EXPERTS,
@@ -20,6 +21,7 @@ from ..layer_weights import (
     FUSED_MAMBA,
     FUSED_MLP,
     AttentionWeights,
+    CompressedWeights,
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
@@ -37,6 +39,7 @@ from .adapters import CpuAdditions
 from .interface import (
     PARTS,
     CAttentionLayer,
+    CCompressedLayer,
     CConv,
     CConvLayer,
     CDeltaLayer,
@@ -49,6 +52,7 @@ from .interface import (
     CMixedLayer,
     CMlpLayer,
     CNorm,
+    CPool,
 )
 from .layout import Prepared
 from .linear import TAKES
@@ -162,6 +166,60 @@ def mamba_layer(w: MambaWeights) -> Layer | None:
     vectors = (_vector(vector, kept) for vector in (w.decay, w.skip, w.dt_bias, w.gain))
     numbers = w.out_norm.eps, shortest, longest
     return Layer(CMambaLayer(*sizes, *numbers, _norm(w.norm, kept), inputs, out, conv, *vectors), kept)
+
+
+def compressed_layer(w: CompressedWeights) -> Layer | None:
+    """`ll_compressed_layer`."""
+    kept: list[Any] = []
+    linears = [w.inputs, w.q_up, w.out, *(pool.rows for pool in w.pools), *w.narrow]
+    linears += [] if w.index is None else [w.index.q_up, w.index.shares]
+    found = [one for linear in linears if (one := _linear(linear, kept)) is not None]
+    plain = len(found) == len(linears) and all(one.additions is None for one in w.narrow)
+    known = w.norm is not None and w.head_dim <= LARGEST_HEAD and has_only(w, FUSED_COMPRESSED)
+    if not (plain and known and all(pool.norm.weight.shape[0] <= LARGEST_HEAD for pool in w.pools)):
+        return None
+    assert w.norm is not None
+    inputs, q_up, out, *rest = found
+    made, narrow, index = (
+        rest[: len(w.pools)],
+        rest[len(w.pools) :][: len(w.narrow)],
+        rest[len(w.pools) + len(w.narrow) :],
+    )
+    pools = [
+        CPool(pool.norm.weight.shape[0], _vector(pool.places, kept), _norm(pool.norm, kept), rows)
+        for pool, rows in zip(w.pools, made, strict=True)
+    ]
+    groups = (CLinear * len(narrow))(*narrow)
+    kept.append(groups)
+    struct = CCompressedLayer(
+        hidden=w.norm.weight.shape[0],
+        num_heads=w.num_heads,
+        dim=w.head_dim,
+        window=w.window,
+        interleaved=w.interleaved,
+        alone=w.hyper is not None,
+        groups=len(w.narrow),
+        num_pools=len(w.pools),
+        ratio=w.ratio,
+        sets=1 + w.overlaps,
+        index_heads=0 if w.index is None else w.index.num_heads,
+        top=0 if w.index is None else w.index.top,
+        scale=w.scale,
+        norm=_norm(w.norm, kept),
+        q_norm=_norm(w.q_norm, kept),
+        head_norm=_norm(w.head_norm, kept),
+        kv_norm=_norm(w.kv_norm, kept),
+        inputs=inputs,
+        q_up=q_up,
+        out=out,
+        index_q=index[0] if index else CLinear(),
+        index_shares=index[1] if index else CLinear(),
+        pools=(CPool * 2)(*pools),
+        narrow=ctypes.addressof(groups),
+        sinks=_vector(w.sinks, kept),
+        back=None if w.back is None else _vector(w.back, kept),
+    )
+    return Layer(struct, kept)
 
 
 def latent_layer(w: LatentWeights) -> Layer | None:

@@ -178,8 +178,8 @@ def state_space(
 _RECURRENT = (delta_rule, state_space)
 _ROW_WISE = (
     rms_norm, silu_mul, gelu_tanh_mul, rope, *_RECURRENT, segments.mlp, segments.experts, segments.head,
-    segments.latent_attention, segments.gated_delta, segments.short_conv, segments.mamba, segments.hyper_in,
-    segments.hyper_out,
+    segments.latent_attention, segments.compressed_attention, segments.gated_delta, segments.short_conv,
+    segments.mamba, segments.hyper_in, segments.hyper_out,
 )  # fmt: skip
 _WITH_PAGES = (
     kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,

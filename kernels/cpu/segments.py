@@ -18,11 +18,12 @@ from torch import Tensor
 
 from .. import mixers
 from ..embedding import Embedding
-from ..kv_pages import KVPages
+from ..kv_pages import SCALED_FORMATS, CompressedPages, KVPages
 from ..layer_weights import (
     FUSED_ATTENTION,
     FUSED_HYPER,
     AttentionWeights,
+    CompressedWeights,
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
@@ -47,6 +48,7 @@ from .adapters import CpuAdditions
 from .build import lib
 from .interface import (
     ATTENTION,
+    ENTRIES,
     KV_TARGET,
     PASS,
     SEQUENCES,
@@ -65,6 +67,7 @@ from .layers import (
     MOST_STREAMS,
     Layer,
     attention_layer,
+    compressed_layer,
     conv_layer,
     delta_layer,
     experts_layer,
@@ -187,6 +190,43 @@ def latent_attention(
     grown = weights.temperature and mixers.growth(weights.temperature, x.shape[0], cu_query_lens, seq_lens)
     grows = 0 if grown is None else grown.data_ptr()
     _check(lib().ll_latent(layer.address, step, kept + ATTENTION.pack(*places, *sizes), grows, x.data_ptr()))
+    return x
+
+
+def compressed_attention(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: CompressedWeights,
+    pages: CompressedPages | KVPages,
+    view: View,
+    of_entries: View | None,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """`compressed.compressed_attention`."""
+    window, entries = pages if isinstance(pages, CompressedPages) else (pages, None)
+    layer, views = (
+        _layer_of(weights.inputs, weights, compressed_layer),
+        (view,) if of_entries is None else (view, of_entries),
+    )
+    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _are_contiguous(views)):
+        return composed(x, weights, pages, view, of_entries, cu_query_lens, seq_lens)
+    cos, sin, block_table, slots = view
+    step = STEP.pack(x.shape[0], cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0) + pack_pages(window)
+    step += KV_TARGET.pack(slots.data_ptr())
+    size, tables, own, stored, widths, wide = window.k.shape[2], (block_table.data_ptr(), 0), 0, (0, 0), (0, 0, 0), True
+    unit = 1
+    if entries is not None and of_entries is not None:
+        made, kept = window.index_keys, entries.block_keys
+        assert made is not None and kept is not None
+        tables, own = (block_table.data_ptr(), of_entries[2].data_ptr()), of_entries[3].data_ptr()
+        stored, widths = (made.data_ptr(), kept.data_ptr()), (of_entries[2].shape[1], made.shape[2], kept.shape[2])
+        unit, wide = size // kept.shape[1], made.dtype is torch.float32
+    else:
+        wide = window.format not in ("bf16", *SCALED_FORMATS)
+    places = *tables, cu_query_lens.data_ptr(), seq_lens.data_ptr(), own, *stored
+    kept_in = ENTRIES.pack(*places, *block_table.shape, *widths, size, unit, wide)
+    _check(lib().ll_compressed(layer.address, step, kept_in, x.data_ptr()))
     return x
 
 

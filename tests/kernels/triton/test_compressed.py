@@ -9,112 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Weight, reference
-from localllm.kernels.experts import Stack
-from localllm.kernels.kv_pages import CompressedPages, KVPages
-from localllm.kernels.layer_weights import (
-    CompressedWeights,
-    EntryIndexWeights,
-    Linear,
-    LinearPart,
-    Norm,
-    PoolWeights,
-    View,
-)
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import compressed
 from localllm.kernels.verify.trial import compare
 
-from .test_latent import COUNT, PAGE, SLOW, step
+from ..compressed_layers import HIDDEN, copied, layer, pages_of, parts_of, views_of
+from .test_latent import SLOW
 
 IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
-HIDDEN, HEADS, DIM, HALF, WINDOW, INDEX, TOP = 40, 3, 24, 4, 20, 16, 5
-
-
-def linear(n: int, k: int, seed: int, device: torch.device) -> Linear:
-    dense = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * k**-0.5
-    weight = Weight("dense", (n, k), dense.half().to(device))
-    return Linear((LinearPart(IMPL, IMPL.prepare(weight), None, (n, k)),))
-
-
-def layer(ratio: int, device: torch.device) -> CompressedWeights:
-    """Entries of four tokens overlap and have an index."""
-
-    def norm(size: int) -> Norm:
-        return Norm(torch.linspace(0.5, 1.5, size).to(device), 1e-6)
-
-    def pool(width: int, seed: int) -> PoolWeights:
-        places = torch.randn(ratio, sets * width, generator=torch.Generator().manual_seed(seed)).to(device)
-        return PoolWeights(linear(2 * sets * width, HIDDEN, seed, device), places, norm(width))
-
-    stack, sets, angles = Stack(3), 1 + (ratio == 4), torch.linspace(0.1, 2.0, HALF) * (ratio - 1)
-    for group in range(3):
-        stack.add(linear(10, DIM, 10 + group, device))
-    narrow, stacked = stack.finished()
-    assert stacked is not None
-    index = EntryIndexWeights(linear(4 * INDEX, 14, 7, device), linear(4, HIDDEN, 8, device), 4, TOP)
-    return CompressedWeights(
-        norm=norm(HIDDEN),
-        inputs=linear(14 + DIM, HIDDEN, 1, device),
-        q_norm=norm(14),
-        q_up=linear(HEADS * DIM, 14, 2, device),
-        head_norm=Norm(torch.ones(DIM, device=device), 1e-6),
-        kv_norm=norm(DIM),
-        narrow=narrow,
-        out=linear(HIDDEN, 30, 3, device),
-        sinks=torch.tensor([0.3, -1.0, 2.0], device=device),
-        num_heads=HEADS,
-        head_dim=DIM,
-        scale=0.2,
-        window=WINDOW,
-        interleaved=True,
-        pools=(pool(DIM, 4), pool(INDEX, 5))[: sets * bool(ratio)],
-        ratio=ratio,
-        overlaps=ratio == 4,
-        back=torch.stack([angles.cos(), angles.sin()]).to(device) if ratio else None,
-        index=index if ratio == 4 else None,
-        stacked=stacked,
-    )
-
-
-def pages_of(kv_format: str, weights: CompressedWeights, device: torch.device) -> CompressedPages | KVPages:
-    """Pages full of random values, of what entries are made of, and of entries."""
-    window, entries = KVPages.empty(kv_format, COUNT, 1, PAGE, DIM, 0), KVPages.empty("bf16", COUNT, 1, PAGE, 0, 0)
-    kept = torch.randn(COUNT * PAGE, 1, DIM)
-    reference.kv_write(kept, kept[..., :0], window, torch.arange(COUNT * PAGE))
-    widths = [pool.norm.weight.shape[0] for pool in weights.pools]
-    if widths:
-        made = torch.randn(COUNT, PAGE, 2 * (1 + weights.overlaps) * sum(widths)).bfloat16()
-        window = window._replace(index_keys=made, block_keys=made[..., :0])
-        places = PAGE // min(weights.ratio, PAGE)
-        own = torch.randn(COUNT, places, sum(widths)).bfloat16()
-        entries = entries._replace(index_keys=made[..., :0], block_keys=own)
-    window, entries = (KVPages(*(None if x is None else x.to(device) for x in part)) for part in (window, entries))
-    return CompressedPages(window, entries) if widths else window
-
-
-def copied(pages: CompressedPages | KVPages) -> CompressedPages | KVPages:
-    if isinstance(pages, CompressedPages):
-        return CompressedPages(*(copied(part) for part in pages))  # type: ignore[arg-type]
-    return KVPages(*(None if part is None else part.clone() for part in pages))
-
-
-def views_of(lengths: list[tuple[int, int]], device: torch.device) -> tuple[View, View, Tensor, Tensor]:
-    """Views of the last tokens and of the entries, whose pages are others; cu_query_lens and seq_lens."""
-    table, starts, seen = step(lengths, device)
-    at = [(length - new + i, row) for row, (new, length) in enumerate(lengths) for i in range(new)]
-    angles = torch.tensor([position for position, _ in at]).unsqueeze(1) * torch.linspace(0.1, 2.0, HALF)
-    turns, views = (angles.cos().to(device), angles.sin().to(device)), []
-    for own in (table, torch.where(table < 0, table, COUNT - 1 - table)):
-        slots = [int(own[row, position // PAGE]) * PAGE + position % PAGE for position, row in at]
-        views.append((*turns, own, torch.tensor(slots, device=device)))
-    return views[0], views[1], starts, seen
-
-
-def parts_of(pages: CompressedPages | KVPages) -> list[Tensor]:
-    parts = pages if isinstance(pages, CompressedPages) else (pages,)
-    return [one for part in parts for one in part if one is not None and one.numel()]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +38,7 @@ def test_the_segment(
     ratio: int, kv_format: str, lengths: list[tuple[int, int]], by_token: bool, device: torch.device
 ) -> None:
     torch.manual_seed(9)
-    weights = layer(ratio, device)
+    weights = layer(ratio, device, IMPL)
     pages = pages_of(kv_format, weights, device)
     view, of_entries, *bounds = views_of(lengths, device)
     x = torch.randn(len(view[0]), HIDDEN).half().to(device)
@@ -162,7 +65,7 @@ def test_the_segment(
 def test_no_chunk_changes_a_bit_of_a_token(ratio: int, device: torch.device) -> None:
     """A prompt at once, and its last token alone after the others."""
     torch.manual_seed(6)
-    weights, lengths = layer(ratio, device), [(3, 64)]
+    weights, lengths = layer(ratio, device, IMPL), [(3, 64)]
     pages, x = pages_of("fp16", weights, device), torch.randn(3, HIDDEN).half().to(device)
     run = partial(compressed.compressed_attention, lambda *_: pytest.fail("composed"), by_token=True)
     whole, parts = copied(pages), copied(pages)
@@ -177,7 +80,7 @@ def test_no_chunk_changes_a_bit_of_a_token(ratio: int, device: torch.device) -> 
 def test_several_tokens_of_a_sequence_take_rows_of_their_own(device: torch.device) -> None:
     """As draft tokens do in captured steps: each row is a sequence, and its entries are made of those before it."""
     torch.manual_seed(7)
-    weights, pages = layer(4, device), None
+    weights = layer(4, device, IMPL)
     pages = pages_of("fp16", weights, device)
     view, of_entries, starts, seen = views_of([(3, 64)], device)
     x = torch.randn(3, HIDDEN).half().to(device)
@@ -193,7 +96,7 @@ def test_several_tokens_of_a_sequence_take_rows_of_their_own(device: torch.devic
 
 
 def test_a_padding_row_of_a_captured_step_stores_nothing(device: torch.device) -> None:
-    weights = layer(4, device)
+    weights = layer(4, device, IMPL)
     pages = pages_of("fp16", weights, device)
     kept, views = copied(pages), views_of([(1, 20)], device)
     nowhere = torch.tensor([-1], device=device)
@@ -204,7 +107,7 @@ def test_a_padding_row_of_a_captured_step_stores_nothing(device: torch.device) -
 
 
 def test_layers_with_other_options_are_composed(device: torch.device) -> None:
-    weights = layer(32, device)
+    weights = layer(32, device, IMPL)
     pages, views = pages_of("fp16", weights, device), views_of([(1, 20)], device)
     x = torch.ones(1, HIDDEN, device=device).half()
     changed = replace(weights, interleaved=False)

@@ -16,9 +16,10 @@ from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import latent
 
+from ..compressed_layers import COUNT, PAGE, step
+
 SLOW = pytest.mark.slow
 IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
-PAGE, COUNT = 16, 12
 
 
 def pages_of(kv_format: str, rank: int, turned: int, device: torch.device, layer: bool) -> KVPages:
@@ -29,19 +30,6 @@ def pages_of(kv_format: str, rank: int, turned: int, device: torch.device, layer
     kept, pieces = torch.randn(COUNT * PAGE, 1, rank), torch.randn(COUNT * PAGE, 1, turned)
     reference.kv_write(kept, pieces, pages, torch.arange(COUNT * PAGE))
     return KVPages(*(None if part is None else part.to(device) for part in pages))
-
-
-def step(lengths: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """block_table, cu_query_lens and seq_lens of sequences of (new tokens, tokens); pages in no order."""
-    wide, free = max(-(-length // PAGE) for _, length in lengths), [(7 * i + 3) % COUNT for i in range(COUNT)]
-    rows = []
-    for _, length in lengths:
-        used = -(-length // PAGE)
-        rows.append([*free[:used], *[-1] * (wide - used)])
-        free = free[used:]
-    starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
-    seen = torch.tensor([length for _, length in lengths], dtype=torch.int32)
-    return torch.tensor(rows, dtype=torch.int32).to(device), starts.to(device), seen.to(device)
 
 
 @pytest.mark.parametrize(
