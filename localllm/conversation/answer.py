@@ -130,8 +130,9 @@ class Answer:
             parts.append(f"{timing.decode_tps:.1f} tok/s")
         if usage.completion_tokens and timing.total_s:
             parts.append(f"TTFT {timing.ttft_s * 1000:.0f} ms")
+        known = f" · {tokens}" if usage.completion_tokens or not self.text else ""
         end = {
-            "abort": f"stopped by you · {tokens} · /continue · /regen",
+            "abort": f"stopped by you{known} · /continue · /regen",
             "length": f"reached the limit of {tokens} · /continue",
             "full": f"the context window is full after {tokens} · /ctx · /new",
             "partial": "interrupted when the program exited · /continue",

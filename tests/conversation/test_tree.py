@@ -102,6 +102,8 @@ def test_lines_below_an_answer() -> None:
     assert exchange.stats == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
     exchange.stop = "abort"
     assert "stopped by you · 312 tokens · /continue" in exchange.stats
+    unknown = replace(exchange, usage=Usage(), text="so far")  # another model was loaded meanwhile
+    assert unknown.stats.endswith("stopped by you · /continue · /regen")
     assert talk.summary == "1 turn · 312 tokens · 91 tok/s avg"
     lines = failure_lines(Failed(0, "E501", "too big", "smaller", (("localllm chat x --ctx 8k", "fits"),)))
     assert lines[0] == "✗ too big   [E501]" and lines[-1].strip() == "localllm chat x --ctx 8k   fits"

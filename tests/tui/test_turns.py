@@ -348,6 +348,47 @@ async def test_another_model_in_the_middle_keeps_the_conversation() -> None:
         assert "fake-download" in running.text("#model")
 
 
+async def test_another_model_during_an_answer_stops_it_and_takes_what_is_queued(tmp_path: Path) -> None:
+    async with chat(tps=50, path=tmp_path / "chats.db") as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.send("queued")
+        await running.until(lambda: running.screen.waiting)
+        running.backend.load_s = 1.0
+        await running.send("/model fake-other")
+        await running.until(lambda: len(running.backend.started) == 2)
+        await running.until(lambda: "stopped by you · /continue" in stats(running.answers[0]))
+        assert "sent when the model is free" in running.text("UserMessage.-queued .queued")
+        assert "stop" not in running.text("#keys") and running.screen.phase == "loading"
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop)
+        first, last = running.screen.conversation.exchanges
+        assert (first.stop, last.stop, last.model) == ("abort", "stop", "fake-other")
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["long", first.text, "queued"]
+        assert running.screen.current is None and not running.screen.waiting
+    with History(tmp_path / "chats.db") as history:
+        found = history.chats()[0]
+        path = active_path(history.messages(found.id), found.leaf_id)
+        assert [(m.role, m.status) for m in path][1::2] == [("assistant", "abort"), ("assistant", "stop")]
+
+
+async def test_a_model_that_does_not_load_keeps_what_is_queued_for_the_next_one() -> None:
+    async with chat(tps=50) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.send("queued")
+        await running.until(lambda: running.screen.waiting)
+        await running.send("/model fake-huge")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.until(lambda: "waits for your choice" in running.text("UserMessage.-queued .queued"))
+        await running.pilot.press("escape")
+        await running.until(lambda: "when a model is loaded" in running.text("UserMessage.-queued .queued"))
+        await running.send("/model fake")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
+        assert running.screen.conversation.exchanges[-1].text == "queued"
+
+
 @pytest.mark.slow
 async def test_files_presets_thinking_and_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -43,9 +43,7 @@ class Questions:
         await self._screen.run_action("models")
 
     async def _reload(self, **changes: Any) -> None:
-        screen, waiting = self._screen, list(self._screen.waiting)
-        await screen.load(screen.session.model, changes)
-        screen.waiting.extend(waiting)
+        await self._screen.load(self._screen.session.model, changes)
 
     def not_loaded(self, failed: Failed) -> None:
         """Ask what to do about a model that failed to load."""

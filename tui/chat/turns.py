@@ -94,6 +94,10 @@ class Turns(Screen[None]):
         """Update the title, status and key lines."""
         raise NotImplementedError
 
+    async def end_answer(self, message: AssistantMessage) -> None:
+        """Show and save a finished answer."""
+        raise NotImplementedError
+
     def flash(self, text: str, seconds: float = 4.0) -> None:
         """Show a message in the status line for a while, a longer one in the transcript; "" ends it."""
         if self._fading is not None:
@@ -131,8 +135,13 @@ class Turns(Screen[None]):
             await self.load(found, changes)
 
     async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
-        """Load another model, or the same one with other settings; the conversation stays."""
+        """Load another model, or the same one with other settings; the conversation and queued messages stay."""
+        message, waiting = self.current and self.current[1], list(self.waiting)
         self.give_up()
+        if message is not None:
+            message.draw_calls()
+            await self.end_answer(message)
+        self.waiting.extend(waiting)
         self.show_home(False)
         self.session.model = self.conversation.model = name
         self.phase = "loading"
