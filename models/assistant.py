@@ -20,25 +20,20 @@ from localllm.kernels.layer_weights import (
     LayerCall,
     Linear,
     Norm,
-    View,
-    forget,
-    linears_of_calls,
     nbytes_of,
 )
-from localllm.kernels.reference import rms_norm
-from localllm.kernels.rope import RopeTable
-from localllm.kernels.table import KernelTable
 
 from .architectures import OpenModel
 from .architectures.facts import ModelFacts, read_layers
 from .architectures.layers import CLUSTERS
 from .architectures.mixers import Attention
 from .architectures.sharding import Shard
+from .drafter import DrafterModel, normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import load_layer
 from .loader import Loading, device_failures
-from .model import DecoderLayer, Model
+from .model import Model
 from .reader import LoadOptions
 from .samples import model_shapes
 
@@ -58,7 +53,7 @@ class Clusters:
 
 
 @dataclass(frozen=True, slots=True)
-class AssistantModel:
+class AssistantModel(DrafterModel):
     """The loaded weights.
 
     calls    each layer with the number of its view
@@ -66,18 +61,14 @@ class AssistantModel:
     views    (a layer of the larger model, rotation): what layers of one kind share
     """
 
-    facts: ModelFacts
-    layers: tuple[DecoderLayer, ...]
     calls: tuple[LayerCall, ...]
     sources: tuple[int, ...]
-    views: tuple[tuple[int, RopeTable], ...]
     before: Linear
     after: Linear
     norm: Norm
     embedding: Embedding  # its rows are those of `head`
     head: Linear
     clusters: Clusters | None
-    table: KernelTable
 
     @property
     def weight_bytes(self) -> int:
@@ -85,19 +76,6 @@ class AssistantModel:
         clusters = 0 if self.clusters is None else self.clusters.centroids.nbytes + self.clusters.tokens.nbytes
         beside = self.before.nbytes + self.after.nbytes + self.head.nbytes + clusters
         return sum(layer.nbytes for layer in self.layers) + nbytes_of(self.norm) + beside
-
-    def reserve_positions(self, length: int) -> None:
-        """As of `Model`."""
-        for _, rope in self.views:
-            rope.reserve(length)
-
-    def forget_pages(self) -> None:
-        """As of `Model`."""
-        forget(linears_of_calls(self.calls), pages_only=True)
-
-    def forget_layers(self) -> None:
-        """As of `Model`."""
-        forget(linears_of_calls(self.calls))
 
 
 def load_assistant(checkpoint: OpenModel, options: LoadOptions, target: ModelFacts) -> AssistantModel:
@@ -188,12 +166,12 @@ def draft(
     x = own.before(torch.cat([rows, hidden.to(rows.dtype)], -1))
     positions, length = batch.positions + 1, max(batch.seq_lens) + 1
     group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
-    views: list[View] = []
+    views = []
     for source, rope in own.views:
         pages = batch.groups[group_of[source]]
         views.append((*rope.rows(positions, length), pages.block_table, pages.slot_mapping))
     x = own.table.decoder(x, own.calls, kept, views, batch.cu_query_lens, batch.seq_lens_tensor, None)
-    x = rms_norm(x, own.norm.weight, own.norm.eps)
+    x = normed(x, own.norm)
     return own.after(x), _likeliest(own, x)
 
 

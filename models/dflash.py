@@ -19,18 +19,13 @@ from localllm.kernels.layer_weights import (
     LayerCall,
     Linear,
     Norm,
-    View,
-    forget,
-    linears_of_calls,
     nbytes_of,
 )
-from localllm.kernels.reference import rms_norm
-from localllm.kernels.rope import RopeTable
-from localllm.kernels.table import KernelTable
 
 from .architectures import OpenModel
-from .architectures.facts import ModelFacts, drafter_views
+from .architectures.facts import drafter_views
 from .architectures.sharding import Shard
+from .drafter import DrafterModel, normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import load_layer
@@ -41,23 +36,18 @@ from .samples import model_shapes
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashModel:
+class DFlashModel(DrafterModel):
     """The loaded weights.
 
     spans    consecutive layers that see the same of a block: whether causal, their range, each with its view's number
     context  each layer's attention as it stores keys and values of earlier tokens, with its view
-    views    (cache group, rotation)
     """
 
-    facts: ModelFacts
-    layers: tuple[DecoderLayer, ...]
     spans: tuple[tuple[bool, slice, tuple[LayerCall, ...]], ...]
     context: tuple[tuple[AttentionWeights, int], ...]
-    views: tuple[tuple[int, RopeTable], ...]
     fc: Linear
     hidden_norm: Norm
     norm: Norm
-    table: KernelTable
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -69,21 +59,6 @@ class DFlashModel:
     def weight_bytes(self) -> int:
         """Bytes of all prepared weights."""
         return sum(layer.nbytes for layer in self.layers) + nbytes_of(self)
-
-    def reserve_positions(self, length: int) -> None:
-        """As of `Model`."""
-        for _, rope in self.views:
-            rope.reserve(length)
-
-    def forget_pages(self) -> None:
-        """As of `Model`."""
-        for _, _, calls in self.spans:
-            forget(linears_of_calls(calls), pages_only=True)
-
-    def forget_layers(self) -> None:
-        """As of `Model`."""
-        for _, _, calls in self.spans:
-            forget(linears_of_calls(calls))
 
 
 def load_dflash(checkpoint: OpenModel, options: LoadOptions, target: Model) -> DFlashModel:
@@ -155,8 +130,7 @@ def store(own: DFlashModel, cache: KVCache, batch: ForwardBatch, hidden: Tensor)
 
     hidden   [num_tokens, taps * hidden]: outputs of the layers `own.taps` for these tokens
     """
-    context = rms_norm(own.fc(hidden), own.hidden_norm.weight, own.hidden_norm.eps)
-    views = _views(own, batch)
+    context, views = normed(own.fc(hidden), own.hidden_norm), own.views_of(batch)
     for (weights, view), pages in zip(own.context, cache.drafting, strict=True):
         cos, sin, _, slot_mapping = views[view]
         assert isinstance(pages, KVPages)
@@ -171,19 +145,9 @@ def draft(own: DFlashModel, model: Model, kept: Kept, batch: ForwardBatch, place
     places   int32 [num_tokens]: tokens of the block behind each
     """
     x = replace(model.embedding, norm_eps=0.0)(batch.token_ids)
-    whole, views = batch.seq_lens_tensor, _views(own, batch)
+    whole, views = batch.seq_lens_tensor, own.views_of(batch)
     for (is_causal, _, calls), pages in zip(own.spans, kept, strict=True):
         lens = (whole - places).clamp_(min=1) if is_causal else whole  # 1: a padding row of a captured pass
         wanted = rows if pages is kept[-1] else None
         x = own.table.decoder(x, calls, pages, views, batch.cu_query_lens, lens, wanted)
-    x = rms_norm(x, own.norm.weight, own.norm.eps)
-    return model.head.linear(x)[:, : model.facts.vocab_size].argmax(-1)
-
-
-def _views(own: DFlashModel, batch: ForwardBatch) -> list[View]:
-    length = max(batch.seq_lens)
-    found = []
-    for group, rope in own.views:
-        pages = batch.groups[group]
-        found.append((*rope.rows(batch.positions, length), pages.block_table, pages.slot_mapping))
-    return found
+    return model.head.linear(normed(x, own.norm))[:, : model.facts.vocab_size].argmax(-1)

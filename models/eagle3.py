@@ -16,50 +16,41 @@ from localllm.kernels.layer_weights import (
     Linear,
     MlpWeights,
     Norm,
-    View,
-    forget,
-    linears_of_calls,
     nbytes_of,
 )
-from localllm.kernels.reference import rms_norm
-from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import KernelTable
 
 from .architectures import OpenModel
-from .architectures.facts import ModelFacts, drafter_views
+from .architectures.facts import drafter_views
 from .architectures.layers import D2T, Eagle3
 from .architectures.sharding import Shard
+from .drafter import DrafterModel, normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import load_layer
 from .loader import Loading, device_failures
-from .model import DecoderLayer, Model
+from .model import Model
 from .reader import LoadOptions
 from .samples import model_shapes
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Model:
+class Eagle3Model(DrafterModel):
     """The loaded weights.
 
     taps         layers of the larger model whose outputs it reads, ascending
     calls        each layer with its view's number; the first has no norm and takes two inputs side by side
     token_norm   over a token's embedding, for the first layer
     hidden_norm  over the hidden state, for the first layer
-    views        (cache group, rotation)
     input_norms  over the hidden states before `fc`: none, one over all of a token, or one for each
     input_scale  multiplies the hidden states first
     embedding    for the first layer, whose norm ignores the scale of a row
     tokens       int64 [rows of the head]: their tokens; None if they are numbered alike
     """
 
-    facts: ModelFacts
     taps: tuple[int, ...]
-    layers: tuple[DecoderLayer, ...]
     calls: tuple[LayerCall, ...]
     token_norm: Norm
     hidden_norm: Norm
-    views: tuple[tuple[int, RopeTable], ...]
     input_norms: tuple[Norm, ...]
     input_scale: float
     fc: Linear
@@ -67,7 +58,6 @@ class Eagle3Model:
     norm: Norm
     head: Linear
     tokens: Tensor | None
-    table: KernelTable
 
     @property
     def own(self) -> Eagle3:
@@ -80,19 +70,6 @@ class Eagle3Model:
         tables = self.embedding.nbytes + (self.head.nbytes if self.own.head else 0)
         norms = (self.hidden_norm, self.norm, *self.input_norms)
         return sum(layer.nbytes for layer in self.layers) + sum(map(nbytes_of, norms)) + self.fc.nbytes + tables
-
-    def reserve_positions(self, length: int) -> None:
-        """As of `Model`."""
-        for _, rope in self.views:
-            rope.reserve(length)
-
-    def forget_pages(self) -> None:
-        """As of `Model`."""
-        forget(linears_of_calls(self.calls), pages_only=True)
-
-    def forget_layers(self) -> None:
-        """As of `Model`."""
-        forget(linears_of_calls(self.calls))
 
 
 def load_eagle3(checkpoint: OpenModel, options: LoadOptions, target: Model) -> Eagle3Model:
@@ -172,7 +149,7 @@ class Eagle3Head:
         hidden = hidden if self._own.input_scale == 1.0 else hidden * self._own.input_scale
         if norms:
             parts = zip(hidden.chunk(len(norms), -1), norms, strict=True)
-            hidden = torch.cat([_normed(part, norm) for part, norm in parts], -1)
+            hidden = torch.cat([normed(part, norm) for part, norm in parts], -1)
         return self._own.fc(hidden)
 
     def states(self, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
@@ -180,10 +157,10 @@ class Eagle3Head:
         own, table = self._own, self._own.table
         rows = own.embedding(batch.token_ids)
         hidden = hidden.to(rows.dtype)
-        normed = _normed(hidden, own.hidden_norm)
-        both = torch.cat([_normed(rows, own.token_norm), normed], -1)
-        x = normed if own.own.norm_residual else hidden.clone()
-        views = self._views(batch)
+        second = normed(hidden, own.hidden_norm)
+        both = torch.cat([normed(rows, own.token_norm), second], -1)
+        x = second if own.own.norm_residual else hidden.clone()
+        views = own.views_of(batch)
         weights, ffn, view = own.calls[0]
         assert isinstance(weights, AttentionWeights) and isinstance(ffn, MlpWeights)
         assert isinstance(self._first, KVPages)
@@ -196,24 +173,12 @@ class Eagle3Head:
         x = table.mlp(table.attn_out(attended, x, weights), ffn)
         if self._rest:
             x = table.decoder(x, self._calls, self._rest, views, *lens, wanted)
-        return _normed(x, own.norm) if own.own.norm_output else x
+        return normed(x, own.norm) if own.own.norm_output else x
 
     def best(self, states: Tensor) -> Tensor:
         """As `predictor.MtpHead.best`."""
         own = self._own
-        rows = states if own.own.norm_output else _normed(states, own.norm)
+        rows = states if own.own.norm_output else normed(states, own.norm)
         if own.tokens is not None:
             return own.tokens[own.head(rows)[:, : own.own.head].argmax(-1)]
         return own.head(rows)[:, : self._vocab_size].argmax(-1)
-
-    def _views(self, batch: ForwardBatch) -> list[View]:
-        length = max(batch.seq_lens)
-        found = []
-        for group, rope in self._own.views:
-            pages = batch.groups[group]
-            found.append((*rope.rows(batch.positions, length), pages.block_table, pages.slot_mapping))
-        return found
-
-
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps)

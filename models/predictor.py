@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_weights import Norm
-from localllm.kernels.reference import rms_norm
-
 from .architectures.facts import ModelFacts, layer_views
+from .drafter import normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import LayerReader, load_layer
@@ -48,13 +46,13 @@ def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, w
     own = model.predictor
     assert own is not None
     rows = model.embedded(batch)
-    both = torch.cat([_normed(rows, own.embedding_norm), _normed(hidden.to(rows.dtype), own.hidden_norm)], -1)
+    both = torch.cat([normed(rows, own.embedding_norm), normed(hidden.to(rows.dtype), own.hidden_norm)], -1)
     x = own.projection(both)
     group, rope = own.view
     pages = batch.groups[group]
     view = (*model.turned(rope, batch), pages.block_table, pages.slot_mapping)
     lens = batch.cu_query_lens, batch.seq_lens_tensor
-    return _normed(model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted), own.norm)
+    return normed(model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted), own.norm)
 
 
 class MtpHead:
@@ -83,7 +81,3 @@ class MtpHead:
     def best(self, states: Tensor) -> Tensor:
         """The most likely tokens after rows of `states`: int64 [rows]."""
         return self._model.head.linear(states).float()[:, : self._vocab_size].argmax(-1)
-
-
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps)
