@@ -32,7 +32,10 @@ def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None
     if schema is not None and grammar is not None:
         raise ConfigError("--schema and --grammar cannot be combined", "drop one of them")
     if grammar is not None:
-        return Constraint("grammar", read_text(grammar, "--grammar"), param="--grammar")
+        text = read_text(grammar, "--grammar")
+        if not text.strip():
+            raise ConfigError(f"--grammar: {clean_line(str(grammar))} is empty", "write a Lark or GBNF grammar into it")
+        return Constraint("grammar", text, param="--grammar")
     if schema is None:
         return None
     inline = schema.lstrip().startswith(("{", "["))

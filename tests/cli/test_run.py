@@ -127,7 +127,13 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
             ("--stop", ""),
             "stop must be strings of at least one character, not an empty string   [E202]\n  try   choose ",
         ),
-        (("--temp", "abc"), "invalid value for '--temp' / '--temperature': it must be a valid number   ["),
+        (("--temp", "abc"), "invalid value for '--temp' / '--temperature': it must be a valid number, not abc   ["),
+        (("--temp", ""), "it must be a valid number, not ''   ["),
+        (("-n", "0"), "invalid value for '-n': it must be greater than or equal to 1, not 0   ["),
+        (
+            ("--grammar", "/dev/null"),
+            "--grammar: /dev/null is empty   [E201]\n  try   write a Lark or GBNF grammar into it",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_words(invoke: Invoke, empty_home: Path, words: tuple[str, ...], said: str) -> None:

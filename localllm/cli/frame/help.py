@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperCommand
 
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.errors import explanations
-from localllm.terminal import cell_width
+from localllm.terminal import cell_width, clean_line
 
 EXAMPLES = (
     ("localllm chat qwen", "talk to a model that fits this machine"),
@@ -139,7 +141,12 @@ def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
         if number and isinstance(value, str) and value.isdecimal() and not param.callback:
             return number(value)
         if not (nothing or same or isinstance(value, plain)) or (param.required and nothing):
-            return convert(ctx, value)
+            try:
+                return convert(ctx, value)
+            except BadParameter as error:
+                said = error.message.rstrip(".").partition(", unable to parse")[0]
+                error.message = f"{said}, not {shlex.quote(clean_line(str(value)))}"
+                raise
         value = None if nothing else value
         return value if param.callback is None else param.callback(ctx, param, value)
 
