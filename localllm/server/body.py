@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -77,20 +78,41 @@ def checked(value: Any, model: type[Body]) -> Body:
     except ValidationError as error:
         found = error.errors(include_url=False)
         # a union reports one error per member: prefer one that got past the type check
-        first = min(found, key=lambda one: one["type"].endswith("_type"))
+        first = min(found, key=_is_of_type)
+        if _is_of_type(first) and isinstance(first["input"], list):  # the member for lists says which item is wrong
+            field = first["loc"][:-1]
+            first = next((one for one in found if one["loc"][: len(field)] == field and one is not first), first)
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-        raise invalid(f"{path or 'body'}: {_description(first)}.", path or None, code) from None
+        others = [one for one in found if _is_of_type(first) and _is_of_type(one) and dotted(one["loc"]) == path]
+        raise invalid(f"{path or 'body'}: {_description(first, others)}.", path or None, code) from None
 
 
-def _description(error: ErrorDetails) -> str:
-    """Describe what is wrong with a field, with the value if it is short."""
+def _is_of_type(error: ErrorDetails) -> bool:
+    return error["type"].endswith("_type")
+
+
+def _description(error: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
+    """Describe what is wrong with a field, with the value if it is short.
+
+    others   the errors about its type: one per member of a union
+    """
     kind, given = error["type"], error["input"]
-    said = SAYINGS[kind].format_map(error.get("ctx", {})) if kind in SAYINGS else error["msg"]
+    said = _said(error)
+    said += "".join(
+        f" or {more.removeprefix('must be ')}" for more in dict.fromkeys(map(_said, others)) if more != said
+    )
     is_plain = given is None or isinstance(given, str | float | int)
     if kind == "missing" or not is_plain or len(str(given)) > MAX_SHOWN:
         return said
     return f"{said}, not {json.dumps(given, ensure_ascii=False)}"
+
+
+def _said(error: ErrorDetails) -> str:
+    kind, member = error["type"], error["loc"][-1:]
+    if kind == "list_type" and member == ("list[str]",):
+        return "must be a list of strings"
+    return SAYINGS[kind].format_map(error.get("ctx", {})) if kind in SAYINGS else error["msg"]
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

@@ -49,6 +49,21 @@ async def test_refusals(client, tiny_llm, case):
     assert took < SLOW_S
 
 
+@pytest.mark.parametrize(
+    ("route", "more", "said"),
+    [
+        (CHAT, {"stop": 5}, "stop: must be a string or a list of strings, not 5."),
+        (CHAT, {"stop": ["a", 5]}, "stop[1]: must be a string, not 5."),
+        (RESPONSES, {"input": 5}, "input: must be a string or a list, not 5."),
+        (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]: must be an object, not 5."),
+    ],
+)
+async def test_all_types_of_a_field_are_named(client, route, more, said):
+    sent = {"model": "tiny", "messages": MESSAGES} if route == CHAT else {"model": "tiny"}
+    response = await client.post(route, json=sent | more)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, said)
+
+
 @pytest.mark.parametrize("route", ELSEWHERE)
 async def test_what_binds_nothing_is_answered(client, route):
     assert (await client.post(route, json=ELSEWHERE[route])).status_code == 200
