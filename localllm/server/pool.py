@@ -101,7 +101,7 @@ class ModelPool:
             self.models()
             model = self.known(name)
         if model is None:
-            names = ", ".join(m.name for m in self._models[:8]) or "none"
+            names = ", ".join([name for m in self._models for name in m.ids][:8]) or "none"
             raise ModelNotFound(
                 f"The model {name[:100]!r} is not served here; available: {names}", "localllm ls", param="model"
             )

@@ -104,7 +104,7 @@ def eventually(check, seconds=5.0):
 def test_names_and_aliases(make):
     pool = make(World())
     assert pool.find("a").name == pool.find("a-alias").name == pool.find("a:latest").name == "a"
-    with pytest.raises(ModelNotFound, match="not served here"):
+    with pytest.raises(ModelNotFound, match="not served here; available: a, a-alias, b, b-alias, c, c-alias$"):
         pool.find("../../etc/passwd")
 
 
