@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,7 +52,7 @@ class ServedModel:
         """Describe a loaded model; `names[0]` is its id, the others are aliases."""
         facts = llm.facts
         return cls(
-            names[0], str(llm.path), tuple(names[1:]), facts.weight_bytes, facts.num_params, facts.stored_format,
+            names[0], str(llm.path), tuple(names[1:]), _stored_bytes(llm.path), facts.num_params, facts.stored_format,
             facts.architecture, facts.max_context, llm.has_chat_template, facts.license, llm.path.stat().st_mtime,
             container_of(llm.path), embeds=bool(facts.pooling), sees=facts.vision is not None,
         )  # fmt: skip
@@ -70,6 +71,13 @@ class ServedModel:
                 "send the text to /v1/completions",
                 param="messages",
             )
+
+
+def _stored_bytes(path: Path) -> int:
+    """Bytes of a model's files: a folder, a file, or a file and the shards beside it."""
+    stem, cut, _ = path.name.rpartition("-00001-of-")
+    files: Iterable[Path] = path.parent.glob(f"{escape(stem)}-?????-of-*{path.suffix}") if cut else [path]
+    return sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else files))
 
 
 def container_of(path: Path) -> str:

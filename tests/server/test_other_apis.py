@@ -706,6 +706,7 @@ async def test_sampling_that_is_not_stated_is_the_models_and_is_told(client, tin
     assert told == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     assert {why for _, why in model["meta"]["sampling"].values()} == {"default"}
     assert model["meta"]["loaded"] is True
+    assert model["meta"]["size"] == tiny_llm.path.stat().st_size, "as where the model is not loaded yet"
     body = {"input": "hi", "max_output_tokens": 16}
     response = (await client.post(RESPONSES, json=body)).json()
     assert (response["temperature"], response["top_p"]) == (0.8, 0.95)
