@@ -176,6 +176,14 @@ def test_a_bar_shows_load_phases() -> None:
     assert "starting up ✓ 1.0 s · weights ✓ 2.0 s · KV cache" in err.getvalue()
 
 
+def test_a_verification_is_not_called_loading() -> None:
+    err, terminal = io.StringIO(), Terminal()
+    PlainProgress(Console(stderr=err), "m").update(Told("verify", 0, 8))
+    assert err.getvalue() == "checking m\n"
+    BarProgress(Console(stderr=terminal), "m").update(Told("verify", 4, 8))
+    assert "Checking  m  ━" in terminal.getvalue() and "Loading" not in terminal.getvalue()
+
+
 def test_plain_lines_tell_what_building_the_kernels_took() -> None:
     err = io.StringIO()
     plain = PlainProgress(Console(stderr=err), "m")

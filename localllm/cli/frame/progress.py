@@ -161,7 +161,8 @@ class PlainProgress(Progress):
                 self._console.say(f"built the kernels in {seconds_short(now - began)}")
                 is_due = True
             if not self._loading:
-                self._console.say(f"loading {self._title}".rstrip())
+                verb = "checking" if phase.name == "verify" else "loading"
+                self._console.say(f"{verb} {self._title}".rstrip())
             elif phase.name == "compile":
                 self._console.say("building the kernels for this CPU (first use only)")
             elif not is_due:
@@ -252,6 +253,8 @@ class BarProgress(Progress):
     def _load_line(self, phase: LoadProgress) -> str:
         if phase.name == "batch":
             return f"Answering  {self._title}  {_bar(phase.done, phase.total, 24)}  {phase.done:,}/{phase.total:,}"
+        if phase.name == "verify":
+            return f"Checking  {self._title}  {_bar(phase.done, phase.total, 24)}"
         label = clean_line(phase.label)
         if phase.name == "resolve":
             return f"Looking up {clean_line(phase.detail)}"
