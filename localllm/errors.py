@@ -172,6 +172,8 @@ class BadModelFile(LocalLLMError):
         hint = self.hint
         if name:
             hint = f"localllm pull {name} --repair" if hint == REPAIR else hint.replace("NAME", name)
+        elif hint == REPAIR:  # `pull` repairs names only
+            hint = "use another copy of the model, or download it again"
         return type(self)(
             self.message if named else f"{file}: {self.message}",
             hint,
