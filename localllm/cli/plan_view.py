@@ -212,7 +212,7 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
         *[_fit(row) for row in rows],
         most,
         speed,
-        seconds_short(wait) if wait else "–",
+        f"≈ {seconds_short(wait)}" if wait else "–",
         _verdict(sheet, subject, rows),
         _download(subject),
     ]
@@ -223,11 +223,11 @@ def _download(subject: Subject) -> str:
 
 
 def option_line(subject: Subject, made: Plan) -> str:
-    """'qwen3-32b awq, 20k tokens of context, ≈ 37 tok/s, first token of 8k after 4.2 s'."""
+    """'qwen3-32b awq, 20k tokens of context, ≈ 37 tok/s, first token of 8k after ≈ 4.2 s'."""
     mark = "✓" if made.basis == "measured" else "≈"
     prompt = min(FIRST_TOKEN_AT, made.ctx)
     wait = made.first_token_s(prompt)
-    first = f", first token of {tokens_short(prompt)} after {seconds_short(wait)}" if wait else ""
+    first = f", first token of {tokens_short(prompt)} after ≈ {seconds_short(wait)}" if wait else ""
     what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
     return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {rate(made.decode_tps)} tok/s{first}"
 
