@@ -90,6 +90,16 @@ def _wake_service(names: tuple[str, ...], running: list[Running]) -> Attached | 
     return _offer(woken, names) if woken is not None else None
 
 
+def quant_on(attached: Attached) -> str | None:
+    """The stored format of the model on a server; None when the server does not say."""
+    one = Running(0, "serve", attached.url, token=attached.key)
+    row = ask(one, "GET", f"/v1/models/{quote(attached.model)}" if attached.model else "/v1/models") or {}
+    rows = row.get("data")
+    row = rows[0] if isinstance(rows, list) and rows else row
+    meta = row.get("meta") if isinstance(row, dict) else None
+    return (str(meta.get("quant") or "") or None) if isinstance(meta, dict) else None
+
+
 def process_at(url: str) -> int:
     """The process that answers at `url`; 0 when it is none of ours on this machine."""
     return next((one.pid for one in processes.running() if one.url == url), 0)

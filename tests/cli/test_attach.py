@@ -120,6 +120,7 @@ def test_run_uses_the_server_and_says_so(server: type[Server]) -> None:
 def test_everything_that_run_takes_reaches_the_server(server: type[Server], tmp_path: Path) -> None:
     told = ("--temp", "0.5", "--seed", "7", "-n", "2", "--stop", "END", "--max-tokens", "9", "--think", "low")
     done = run("run", "tiny", "hi", *told, "--schema", '{"type": "integer"}', "-s", "Be brief.", "--json")
+    assert json.loads(done.stdout)["quant"] == "Q4_1"
     value = valid(done.stdout, "run-1")
     assert [one["text"] for one in value["output"]] == ["Hello", "Hello"]
     assert value["device"] == "cpu" and value["params"]["ctx"] == 512

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from localllm.cli.attach import wish_of
+from localllm.cli.attach import quant_on, wish_of
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import Console, one_of
 from localllm.cli.frame.options import AttachTo, EngineFlags, Model, Preset, SamplingFlags, System, Think, text_or_file
@@ -161,6 +161,8 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     choice, attached = placed(env, config, _place(env, job), model, job.resumed)
     if attached is None:
         config = within_models(env, config, [choice])
+    elif console.as_json:
+        choice = replace(choice, quant=quant_on(attached))
     events = RunEvents(console) if console.as_json and job.stream else None
     progress, started = env.progress(choice.shown), StartTrace()
 
