@@ -138,9 +138,7 @@ def _check_binding(name: str, keys: str) -> None:
         raise ConfigError(f"keys.{clean_line(name)} is not a key binding{meant}", "localllm chat --list-keys")
     for key in keys.split(","):
         if key.strip() and not is_key(key.strip()):
-            raise ConfigError(
-                f"{clean_line(key.strip())!r} is not a key", f"localllm config set keys.{name} ctrl+x, f5, escape or g"
-            )
+            raise ConfigError(f"{clean_line(key.strip())!r} is not a key", f"localllm config set keys.{name} ctrl+x")
 
 
 def is_key(text: str) -> bool:
