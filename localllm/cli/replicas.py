@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class FleetLife:
         say(f"localllm {__version__}")
         say(f"ready  {self._model}  {count} in the Ray cluster {service.cluster}")
         say(f"  APIs    {url}/v1 (OpenAI)   {url} (Anthropic, Ollama)")
+        self._console.emit("serve/1", {"url": url, "pid": os.getpid(), "models": [self._model]})
         self._life.note((self._model,))
 
     def tick(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +319,32 @@ def test_events_of_a_pull_fit_the_schema() -> None:
 
 
 # --- serve, where the port is taken ----------------------------------------------------------------------------------
+
+
+def test_serve_refuses_an_address_beside_a_socket_file(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
+    result = invoke("serve", "smollm2", "--unix", "/tmp/x", "--port", "8001")
+    assert result.exit_code == 2 and "--unix listens on a socket file" in result.stderr
+
+
+def test_serve_prints_json_when_it_is_ready() -> None:
+    from localllm.cli.commands.serve import _ServerHooks
+    from localllm.cli.frame.console import Console
+
+    out = io.StringIO()
+    env: Any = SimpleNamespace(console=Console(as_json=True, quiet=True, stdout=out))
+    options: Any = SimpleNamespace(insecure=False, preload=(), ollama=None)
+    offers = [SimpleNamespace(name="smollm2"), SimpleNamespace(name="org/b:Q4_0")]
+    service: Any = SimpleNamespace(pool=SimpleNamespace(models=lambda: offers))
+    _ServerHooks(env, options, "", []).ready("http://127.0.0.1:8000", service)
+    told = valid(out.getvalue(), "serve-1")
+    assert (told["url"], told["pid"]) == ("http://127.0.0.1:8000", os.getpid())
+    assert told["models"] == ["smollm2", "org/b:Q4_0"]
+
+
+def test_names_and_remains_are_removed_separately(invoke: Invoke, models: Path) -> None:
+    result = invoke("rm", "smollm2", "--partial")
+    assert result.exit_code == 2 and "model names and --partial cannot be combined" in result.stderr
 
 
 def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(

@@ -43,7 +43,10 @@ def rm(
     from localllm import hub
 
     console = env.console
-    if partial + kv_store + packed + bool(models) != 1:
+    flags = {"--partial": partial, "--kv-store": kv_store, "--packed": packed}
+    if models and (flag := next((name for name, given in flags.items() if given), "")):
+        raise ConfigError(f"model names and {flag} cannot be combined", f"localllm rm {flag}")
+    if sum(flags.values()) + bool(models) != 1:
         raise ConfigError("rm takes names, --partial, --kv-store or --packed", "`localllm rm NAME`, or --partial")
 
     def remove(dry_run: bool) -> list[hub.Removal]:

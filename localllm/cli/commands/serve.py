@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shlex
 import sys
@@ -96,6 +97,8 @@ def serve(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+    if unix is not None and (host is not None or port is not None):
+        raise ConfigError("--unix listens on a socket file, --host and --port on an address", "drop one of them")
     one_of("--log-format", log_format, ("text", "json"), "--log-format json")
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
     config = engine.config(env, flags, strict=True)  # a server runs exactly as configured, or not at all
@@ -321,6 +324,8 @@ class _ServerHooks:
         self._close_progress()
         self._service = service
         console = self._console
+        offered = [offer.name for offer in service.pool.models()]
+        console.emit("serve/1", {"url": url, "pid": os.getpid(), "models": offered})
         if not self._options.preload:
             names = [clean_line(offer.name) for offer in service.pool.models()]
             console.say(

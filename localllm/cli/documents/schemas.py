@@ -36,6 +36,7 @@ DOCUMENTS: dict[str, Any] = {
     "repair": machine.Repair,
     "rm": models.Rm,
     "run": talk.Run,
+    "serve": talk.Serve,
     "service": talk.Service,
     "show": models.Show,
     "stop": talk.Stop,

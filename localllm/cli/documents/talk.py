@@ -265,6 +265,14 @@ class Ps(TypedDict):
     kv_store_bytes: Count
 
 
+class Serve(TypedDict):
+    """Output of `localllm serve --json`, when the server is ready."""
+
+    url: Annotated[str, Field(description="http://HOST:PORT or unix:PATH")]
+    pid: Count
+    models: Annotated[list[str], Field(description="ids of the offered models")]
+
+
 class Service(TypedDict):
     """Output of `localllm service --json`."""
 
