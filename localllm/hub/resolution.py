@@ -287,9 +287,9 @@ def _check_architecture(info: RepoInfo, query: _Query) -> str:
     if architecture and architecture not in registry.names():
         near = catalog.nearest(4_000_000_000, query.judge().fits)
         raise UnsupportedModel(
-            f"{info.repo} has the architecture {architecture}, which this version does not support; "
-            f"supported: {', '.join(sorted(registry.names()))}",
+            f"{info.repo} has the architecture {architecture}, which this version does not support",
             f"localllm chat {near.name if near else 'smollm2'}",
+            why="`localllm catalog` lists models that run here, docs/models.md all architectures",
         )
     return architecture
 
