@@ -20,7 +20,7 @@ from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.interface import ChatEvent
 from localllm.request import cannot_chat
-from localllm.terminal import clean, clean_line
+from localllm.terminal import clean, clean_line, dumb
 
 from .run_view import Text
 from .session import BackendError, Sampling, follow, open_backend, stats_line, wait_ready
@@ -200,7 +200,10 @@ class Lines:
 def ask(env: Env) -> str | None:
     """Read the next line; None at the end of input. A backslash at its end continues on the next line."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # editing and history in input()
+        import readline  # editing and history in input()
+
+        if not dumb():  # Python turns it off, and then every pasted line would be sent by itself
+            readline.parse_and_bind("set enable-bracketed-paste on")
     parts: list[str] = []
     interrupted = False
     while True:

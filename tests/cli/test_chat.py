@@ -94,6 +94,7 @@ class Line:
             if select.select([self.terminal], [], [], 0.05)[0]:
                 try:
                     self.seen += os.read(self.terminal, 65536).decode(errors="replace")
+                    self.seen = self.seen.replace("\x1b[?2004l\r", "")  # readline ends its wait for pasted text
                 except OSError:  # the child closed the terminal: what it said last is already in the file
                     assert text in self.seen + self.errors.read_text(), self.seen + self.errors.read_text()
         return self.seen
@@ -277,6 +278,24 @@ def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
     os.close(fd)
     assert run.returncode == 2
     assert b"base model" in run.stderr and b"localllm run fake-base" in run.stderr
+
+
+def test_pasted_lines_are_one_message_and_ctrl_c_drops_them_all(line: Line, tmp_path: Path) -> None:
+    line.wait_for("> ")
+    line.send("\x1b[200~/nope\rtwo\r\x1b[201~")
+    line.wait_for("two")
+    time.sleep(0.3)  # while readline draws, Python takes no notice of a signal until the next key
+    os.kill(line.child.pid, signal.SIGINT)
+    line.wait_for("Ctrl+C again")
+    line.wait_for("> ", times=2)
+    line.send("\x1b[200~three\rfour\x1b[201~\r")
+    line.wait_for("tok/s")
+    assert "unknown command" not in line.errors.read_text()
+    line.send(f"/export md {tmp_path}/out.md\n")
+    line.wait_for("wrote ")
+    assert "three\nfour" in (tmp_path / "out.md").read_text()
+    line.send("/quit\n")
+    assert line.end() == 0
 
 
 def test_the_full_screen_opens_keeps_descriptor_2_off_it_and_leaves_a_clean_terminal(tmp_path: Path) -> None:
