@@ -127,6 +127,8 @@ class Loading(Reader):
         model.kernels = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()} | model.kernels
         if facts.predictor is not None:
             model.predictor = load_predictor(self, facts)
+            if model.predictor.final is not None:
+                model.keep_streams()
         if facts.ngrams is not None:
             model.ngrams = open_ngrams(self.checkpoint, facts)
         model.projections = [self.projection(one) for one in facts.projections]

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.host_experts import HostExperts
+from localllm.kernels.hyper import weighted_stream
 from localllm.kernels.layer_weights import (
     CompressedWeights,
     ExpertsWeights,
@@ -21,6 +22,7 @@ from localllm.kernels.layer_weights import (
     LayerCache,
     LayerCall,
     Linear,
+    MixedWeights,
     MixerWeights,
     MlpWeights,
     Norm,
@@ -64,11 +66,13 @@ class Predictor:
 
     embedding_norm: Norm
     hidden_norm: Norm
-    projection: Linear
+    projection: Linear  # of the normed embedding and hidden state, side by side; with streams of the embedding alone
     layer: DecoderLayer
     norm: Norm
     calls: tuple[LayerCall, ...]  # the layer in the form that `decoder` takes
     view: tuple[int, int]  # (cache group, rotation)
+    of_streams: Linear | None = None  # of each normed residual stream of the hidden state
+    final: MixedWeights | None = None  # how the streams after the layer are summed
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +148,7 @@ class Model:
         self._view_keys, views = layer_views(facts)
         self.adapters: Adapters | None = None  # adapter slots, created with the first adapter
         self._span = slice(*span) if span is not None else slice(None)
+        self._final: MixedWeights | None = None  # how `reduced` sums residual streams, if the layers do not
         self._calls: tuple[LayerCall, ...] = tuple(
             (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views[self._span], strict=True)
         )
@@ -152,7 +157,7 @@ class Model:
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
     ) -> Tensor:
         """Run every layer and store keys and values; return hidden [num_rows, hidden] of the wanted rows, before the
-        final norm.
+        final norm; [num_rows, streams * hidden] after `keep_streams`.
 
         num_layers   run only the first `num_layers` layers, to measure a step whose result is not needed
         every_row    return all rows
@@ -167,7 +172,7 @@ class Model:
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
         hidden = self._run_layers(x, calls, cache, batch, wanted, inputs)
-        if hidden.shape[1] == self.facts.hidden_size:
+        if self._final is not None or hidden.shape[1] == self.facts.hidden_size:
             return hidden
         return hidden[:, : self.facts.hidden_size].contiguous()  # only the last layer reduces the residual streams
 
@@ -300,14 +305,27 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped if the model does so."""
-        return self.table.head(hidden, self.head)
+        return self.table.head(self._reduced(hidden), self.head)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, hidden] after the final norm; embeddings are pooled from these."""
-        norm = self.head.norm
+        norm, hidden = self.head.norm, self._reduced(hidden)
         if norm is None:
             return hidden.float()
         return norm_rows(rms_norm, hidden.float(), replace(norm, weight=norm.weight.float() / self.facts.logit_scale))
+
+    def keep_streams(self) -> None:
+        """Return residual streams from `forward`, for an MTP head that reads them; `logits` and `normed` sum them."""
+        *rest, last = self.layers
+        assert last.ffn is not None and isinstance(last.ffn.hyper, MixedWeights)
+        self._final = last.ffn.hyper
+        ffn = replace(last.ffn, hyper=replace(last.ffn.hyper, final=None, last=False))
+        self.layers = (*rest, replace(last, ffn=ffn))
+        self._calls = (*self._calls[:-1], (last.mixer, ffn, self._calls[-1][2]))
+
+    def _reduced(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward`, their residual streams summed."""
+        return hidden if self._final is None else weighted_stream(hidden, self._final)
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""

@@ -3,14 +3,23 @@
 Its input is the model's hidden state at a position and the embedding of the next token, both normed. They go through a
 projection and a decoder layer with its own KV cache. The normed output goes to the model's LM head; it can also replace
 the model's hidden state at the next position, to predict one more token.
+
+A head with residual streams (`Fusion.streams`) takes the model's streams, and returns its own: only what goes to the LM
+head is summed and normed.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from localllm.kernels.hyper import weighted_stream
+from localllm.kernels.layer_weights import MixedWeights
+
 from .architectures.facts import ModelFacts, layer_views
+from .architectures.layers import Fusion
 from .drafter import normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
@@ -26,10 +35,18 @@ def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
     assert layer.mixer is not None
     first = next(i for i, one in enumerate(facts.layers) if facts.predictor and one.mixer == facts.predictor.mixer)
     views, of_layers = layer_views(facts)  # it shares cache group and rotation with the layers of the same mixer
+    fusion, of_streams, final = facts.predictor and facts.predictor.fusion, None, None
+    assert isinstance(fusion, Fusion)
+    if fusion.streams:
+        assert layer.ffn is not None and isinstance(layer.ffn.hyper, MixedWeights)
+        sums = own.matrix("hc_head_fn"), *(own.vector(f"hc_head_{name}.weight") for name in ("base", "scale"))
+        of_streams, final = own.linear("mtp", "h_proj"), replace(layer.ffn.hyper, final=sums)
     return Predictor(
         embedding_norm=own.norm("enorm"),
         hidden_norm=own.norm("hnorm"),
-        projection=own.linear("mtp", "eh_proj"),
+        projection=own.linear("mtp", "e_proj" if fusion.streams else "eh_proj"),
+        of_streams=of_streams,
+        final=final,
         layer=layer,
         norm=own.norm("shared_head.norm"),
         calls=((layer.mixer, layer.ffn, 0),),
@@ -38,21 +55,28 @@ def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
 
 
 def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
-    """Run the head: normed hidden states [rows, hidden] of all rows, or of the `wanted` ones (int64, ascending).
+    """Run the head: normed hidden states [rows, hidden] of all rows, or of the `wanted` ones (int64, ascending); with
+    streams [rows, streams * hidden], not normed.
 
     batch    each token has the position of the hidden state it is combined with, one before its own
-    hidden   [num_tokens, hidden]: the model's normed hidden states (`Model.normed`), or an earlier result
+    hidden   one per token: the model's normed hidden states (`Model.normed`) or its streams, or an earlier result
     """
     own = model.predictor
     assert own is not None
     rows = model.embedded(batch)
-    both = torch.cat([normed(rows, own.embedding_norm), normed(hidden.to(rows.dtype), own.hidden_norm)], -1)
-    x = own.projection(both)
+    embedded, hidden = normed(rows, own.embedding_norm), hidden.to(rows.dtype)
+    if own.of_streams is None:
+        x = own.projection(torch.cat([embedded, normed(hidden, own.hidden_norm)], -1))
+    else:
+        streams = hidden.view(len(rows), -1, rows.shape[1])
+        each = own.of_streams(normed(streams, own.hidden_norm).flatten(0, 1)).view(streams.shape)
+        x = (each + own.projection(embedded).unsqueeze(1)).flatten(1)
     group, rope = own.view
     pages = batch.groups[group]
     view = (*model.turned(rope, batch), pages.block_table, pages.slot_mapping)
     lens = batch.cu_query_lens, batch.seq_lens_tensor
-    return normed(model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted), own.norm)
+    x = model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted)
+    return normed(x, own.norm) if own.final is None else x
 
 
 class MtpHead:
@@ -63,21 +87,28 @@ class MtpHead:
     def __init__(self, model: Model, cache: KVCache, vocab_size: int) -> None:
         assert model.predictor is not None
         self.group = model.predictor.view[0]  # of the cache
-        self.hidden_size = model.facts.hidden_size
+        self.hidden_size = model.facts.head_width
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
+        self._own = model.predictor
 
     def reserve_positions(self, length: int) -> None:
         """As of `Model`."""
         self._model.reserve_positions(length)
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the model -> those that `states` takes: [rows, hidden]."""
-        return self._model.normed(hidden)
+        """Hidden states of the model -> those that `states` takes: [rows, hidden_size]."""
+        return self._model.normed(hidden) if self._own.final is None else hidden
 
     def states(self, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
-        """`predict`: the hidden states for the next draft, [rows, hidden]."""
+        """`predict`: the hidden states for the next draft, [rows, hidden_size]."""
         return predict(self._model, self._cache, batch, hidden, wanted)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Rows of `states` -> float32 [rows, vocab]."""
+        own = self._own
+        states = states if own.final is None else normed(weighted_stream(states, own.final), own.norm)
+        return self._model.head.linear(states).float()[:, : self._vocab_size]
 
     def best(self, states: Tensor) -> Tensor:
         """The most likely tokens after rows of `states`: int64 [rows]."""
-        return self._model.head.linear(states).float()[:, : self._vocab_size].argmax(-1)
+        return self.logits(states).argmax(-1)

@@ -53,8 +53,8 @@ _STEP = re.compile(r"(.+\.moe\.)(gate|up|down)_proj\.(weight|weight_scale_inv)")
 _BARE = re.compile(
     r"(.+\.)?(hc_(attn|ffn|head|head\.hc)_(fn|base|scale)|index_kpool_compress_(ape|gate)|indexer_compressor_(ape|gate))"
 )
-_DEEPSEEK_SCALE = re.compile(r"((?:.+\.)?layers\.\d{1,6}\.(?:attn|ffn)\..+)\.scale")
-_DEEPSEEK = re.compile(r"(.+\.)?layers\.\d{1,6}\.ffn\.gate\.bias")
+_DEEPSEEK_SCALE = re.compile(r"((?:.+\.)?(?:layers|mtp)\.\d{1,6}\.(?:(?:attn|ffn)\..+|[eh]_proj))\.scale")
+_DEEPSEEK = re.compile(r"(.+\.)?(?:layers|mtp)\.\d{1,6}\.ffn\.gate\.bias")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),

@@ -441,7 +441,7 @@ class Memory:
             terms["image"] = self.facts.vision.work
         if self.facts.predictor is not None:
             rows = PREDICTOR_ROWS * min(self.rows, ctx) + WAITING_ROWS * self.options.max_parallel
-            terms["activations"] += rows * 4 * self.facts.hidden_size
+            terms["activations"] += rows * 4 * self.facts.head_width
         if self.drafter is not None:
             theirs = self.drafter.work_terms(self.draft_ctx(ctx))
             own = self.drafter.facts.assistant
@@ -520,12 +520,12 @@ class Memory:
         facts, parallel, vocab = self.facts, self.options.max_parallel, self.facts.vocab_size
         buckets = (*self.graph_buckets, *self.guess_buckets)
         rows = max((parallel, *buckets))  # rows of the largest graph
-        outputs = sum(buckets) * (vocab * 4 + facts.hidden_size * 2)
+        outputs = sum(buckets) * (vocab * 4 + facts.head_width * 2)
         decoding = self._decoding(parallel)
         sampler = parallel * vocab * 4 + rows * (vocab // 8 + SAMPLER_ROW_BYTES)  # token counts, masks, biases
         captured = outputs + self._decoding(rows) + GRAPH_BYTES * len(buckets) if buckets else 0
         if buckets and facts.predictor is not None:
-            captured += self._head_graphs(facts.hidden_size)
+            captured += self._head_graphs(facts.head_width)
         if buckets and facts.ngrams is not None:
             captured += rows * facts.ngrams.width * 2
         return parallel * self._merged, decoding + (parallel + self.num_drafts) * vocab * 4, captured + sampler

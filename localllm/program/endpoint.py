@@ -121,11 +121,11 @@ class Endpoint:
                 with suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
 
-        with self._failing(calls), calls.running(hang_up):
-            with self._wire.send("POST", path, body, opened=opened) as reply:
-                if reply.status >= 400:
-                    raise refused(reply.status, reply.body.read())
-                yield reply
+        sent = self._wire.send("POST", path, body, opened=opened)
+        with self._failing(calls), calls.running(hang_up), sent as reply:
+            if reply.status >= 400:
+                raise refused(reply.status, reply.body.read())
+            yield reply
 
     @contextmanager
     def _failing(self, calls: Calls | None = None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
 from .facts import ModelFacts, shared_layers
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import Attention, Paged, RopeFacts
 from .names import MTP, NameMap
 
@@ -193,7 +193,9 @@ class Config(ABC):
         """`layer` if the file has an MTP head, or why it cannot be used if the file declares one."""
         if layer is None or not self.checkpoint.tensors:
             return {"predictor": None}
-        module = self.names.source(f"model.layers.{self.num_layers}.eh_proj")
+        assert isinstance(layer.fusion, Fusion)
+        first = next(iter(layer.fusion.linears(1)))
+        module = self.names.source(f"model.layers.{self.num_layers}.{first}")
         start = MTP if module.startswith(MTP) else f"{module}."
         if self.keys.flag("mtp_use_dedicated_embeddings"):
             return {

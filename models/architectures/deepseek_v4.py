@@ -1,7 +1,7 @@
 """DeepSeek V4 (Flash, 284B-A13B): attention over the last tokens and compressed entries of earlier ones, several
 residual streams (mHC), and experts that the first layers choose by token id.
 
-The MTP head after the last layer is not used.
+The layer after the last one is an MTP head, with residual streams of its own. It is read from published files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .gguf import GgufConfig
 from .glm5_next import MOST_ROUNDS
 from .hf import HfConfig, object_of
 from .kimi_linear import limits_of
-from .layers import EXPERT_TABLE, Experts, LayerFacts, MixedConnections
+from .layers import EXPERT_TABLE, Experts, Fusion, LayerFacts, MixedConnections
 from .mixers import CompressedAttention, EntryIndex, RopeFacts
-from .names import CHOICE_BIAS, NameMap, gguf_names
+from .names import CHOICE_BIAS, MTP, NameMap, gguf_names
 from .qwen4_exp import MOST_STREAMS, PAGE
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -130,7 +130,8 @@ class DeepseekV4(Architecture):
             ("hash_moe", "moe"), lambda layer: "moe" if layer >= count else "hash_moe", key="mlp_layer_types"
         )
         hashed = [config.vocab_size * (kind == "hash_moe") for kind in listed]
-        return config.facts(_layers(mixers, experts, hashed, [limit] * len(mixers), hyper), context)
+        layers = _layers(mixers, experts, hashed, [limit] * len(mixers), hyper)
+        return _with_head(config.facts(layers, context, predictor=_head(attention, layers[-1], hyper)), config)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
@@ -181,7 +182,27 @@ class DeepseekV4(Architecture):
         top = {"model.embed_tokens": f"{start}embed_tokens" if saved else "embed", "model.norm": f"{start}norm"}
         top |= {"lm_head": "head"} | {f"model.hc_head_{part}": f"{start}{mixer}_{part}" for part in _HEAD}
         parts = (f"{start}layers.", *(f"{name}." for name in top.values()))  # not the MTP head
-        return NameMap(top, f"{start}layers.{{}}.", inner, text=parts)
+        count = checkpoint.config.get("num_hidden_layers")
+        heads = {count: f"{MTP}0."} if type(count) is int else {}
+        return NameMap(top, f"{start}layers.{{}}.", inner | {"shared_head.norm": "norm"}, heads=heads, text=parts)
+
+
+def _head(attention: CompressedAttention, last: LayerFacts, hyper: MixedConnections) -> LayerFacts:
+    """The MTP head's layer: attention over the last tokens, and experts that a router chooses."""
+    assert isinstance(last.ffn, Experts)
+    ffn = replace(last.ffn, hashed=0, choice_bias=True)
+    return LayerFacts(attention, ffn, hyper=hyper, fusion=Fusion(hyper.count))
+
+
+def _with_head(facts: ModelFacts, config: HfConfig) -> ModelFacts:
+    """The facts without an MTP head whose attention is not that of the first layers, whose pages it shares."""
+    ratios, head = config.keys.raw("compress_ratios"), facts.predictor
+    same = head is None or any(layer.mixer == head.mixer for layer in facts.layers)
+    stated = isinstance(ratios, list) and len(ratios) > facts.num_layers and ratios[facts.num_layers]
+    if same and not stated:
+        return facts
+    flaw = "the MTP head has compressed entries, or attention that no layer has, which is not supported"
+    return replace(facts, predictor=None, predictor_flaw=flaw)
 
 
 def _kinds(config: HfConfig) -> list[str]:

@@ -21,6 +21,7 @@ from .layers import (
     Eagle3,
     Entry,
     Experts,
+    Fusion,
     HyperConnections,
     InputTable,
     LayerFacts,
@@ -151,6 +152,12 @@ class ModelFacts:
         head = () if self.predictor is None else (self.predictor,)
         others = (*head, *self.entries.values(), *self.drafting)
         return (*self.layers, *others) if others else self.layers
+
+    @property
+    def head_width(self) -> int:
+        """Elements of the hidden state that the MTP head takes."""
+        fusion = None if self.predictor is None else self.predictor.fusion
+        return fusion.wide(self.hidden_size) if isinstance(fusion, Fusion) else self.hidden_size
 
     @property
     def first_entries(self) -> int:

@@ -544,13 +544,26 @@ class Paired:
 class Fusion:
     """The parts of an MTP head around its decoder layer: norms and a projection of two concatenated vectors (the next
     token's embedding and the model's last hidden state), and a final norm.
+
+    With residual streams, each of the model's streams is normed and projected, the projected embedding is added to all
+    of them, and the final norm follows a weighted sum of the streams after the layer.
     """
 
+    streams: int = 0
+
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        return {"eh_proj": (hidden, 2 * hidden)}
+        if not self.streams:
+            return {"eh_proj": (hidden, 2 * hidden)}
+        return {"e_proj": (hidden, hidden), "h_proj": (hidden, hidden), "hc_head_fn": (self.streams, self.wide(hidden))}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        sizes = {"hc_head_base.weight": self.streams, "hc_head_scale.weight": 1} if self.streams else {}
+        sizes |= {f"{name}.weight": hidden for name in ("enorm", "hnorm", "shared_head.norm")}
+        return {name: (size,) for name, size in sizes.items()}
+
+    def wide(self, hidden: int) -> int:
+        """Elements of its hidden state."""
+        return max(1, self.streams) * hidden
 
 
 @dataclass(frozen=True)

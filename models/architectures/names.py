@@ -55,6 +55,8 @@ class NameMap:
     inner: Mapping[str, str] = field(default_factory=dict)
     # canonical prefix of a part outside the layers (vision tower, MTP head) -> its stored prefix
     parts: Mapping[str, str] = field(default_factory=dict)
+    # number of an MTP head's layer -> its stored prefix, where that is another than the layers have
+    heads: Mapping[int, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # prefixes of the text model's tensors; others are not loaded
     # modules below a layer -> their names in Transformers, and so in adapters, where neither canonical nor stored
     trained: Mapping[str, str] = field(default_factory=dict)
@@ -69,9 +71,12 @@ class NameMap:
             return self.top[module]
         one = _ONE_OF_MANY.fullmatch(match[2])
         if one is None:
-            return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
+            return self._start(match[1]) + self.inner.get(match[2], match[2])
         of_all = f"{one[1]}{{}}{one[3]}"
-        return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(one[2])
+        return self._start(match[1]) + self.inner.get(of_all, of_all).format(one[2])
+
+    def _start(self, layer: str) -> str:
+        return self.heads.get(int(layer)) or self.layer.format(layer)
 
     def every(self, module: str) -> tuple[str, ...]:
         """All names of a canonical module: itself first, the stored one last."""
@@ -86,7 +91,7 @@ class NameMap:
             return self.source(name)
         match = _LAYER.fullmatch(name)
         if match is not None and match[2] in self.inner:
-            return self.layer.format(match[1]) + self.inner[match[2]]
+            return self._start(match[1]) + self.inner[match[2]]
         module, _, last = name.rpartition(".")
         return f"{self.source(module)}.{last}"
 

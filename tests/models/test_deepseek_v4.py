@@ -28,7 +28,9 @@ from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.planner import Planner
 from localllm.quant.encode import Target, encode
 
+from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
+from .test_predictor import Checked, own_logits
 from .test_qwen4_exp import held_and_planned, logits, prompt, relative_error
 
 NAME = "deepseek-v4"
@@ -52,8 +54,8 @@ def as_on_the_hub(model: Any, folder: Path, tensors: dict[str, Tensor] | None = 
     stated["rope_scaling"]["original_max_position_embeddings"] = 64
     stated |= {"num_hash_layers": 2, "num_nextn_predict_layers": 1, "qk_rope_head_dim": 10, "compress_rates": None}
     stated |= {"compress_ratios": [0, 4, 128, 4, 128, 0], "partial_rotary_factor": None, "sliding_window": 128}
-    extra = {"mtp.0.attn.wq_a.weight": torch.ones(2, 2)}
-    changed = replace(model, config=stated | config, tensors=(tensors or published(model)) | extra)
+    tensors = {"mtp.0.attn.wq_a.weight": torch.ones(2, 2)} | (tensors or published(model))
+    changed = replace(model, config=stated | config, tensors=tensors)
     return changed.save(folder)
 
 
@@ -71,11 +73,88 @@ def test_as_the_hub_has_it(tiny: Callable, tiny_of: Callable, paged: Any, tmp_pa
     assert relative_error(logits(folder, paged, ids), model.logits(ids)) < 1e-4
     with open_model(folder) as checkpoint:
         facts = checkpoint.facts
-        assert checkpoint.unread == "" and facts.predictor_flaw == ""
+        assert checkpoint.unread == "" and facts.predictor_flaw.startswith("the MTP head cannot be used: ")
         stored = sum(info.nbytes for name, info in checkpoint.tensors.items() if not name.startswith("mtp."))
     assert facts.weight_bytes == stored and facts.extra_layers == 1
     assert [layer.mixer.ratio for layer in facts.layers] == [0, 4, 128, 4, 128]
     assert [bool(layer.ffn.hashed) for layer in facts.layers] == [True, True, False, False, False]
+
+
+def with_head(tiny_of: Callable, model: Any, folder: Path) -> tuple[Any, Path, Callable[[list[int]], Tensor]]:
+    """The model with a sixth layer, whose checkpoint has that layer as an MTP head; the head's logits."""
+    given = {key: value for key, value in model.config.items() if key not in ("model_type", "architectures")}
+    given |= {"compress_rates": None, "sliding_window": 128, "num_hidden_layers": 6}
+    given |= {"layer_types": [*given["layer_types"], "sliding_attention"]}
+    six = tiny_of("deepseek_v4", given | {"mlp_layer_types": [*given["mlp_layer_types"], "moe"]}, 3)
+    draw, inner, hidden = torch.Generator().manual_seed(4), six.reference.model, model.config["hidden_size"]
+    head = {f"{name}.weight": 1 + 0.2 * torch.randn(hidden, generator=draw) for name in ("enorm", "hnorm", "norm")}
+    head |= {f"{name}.weight": torch.randn(hidden, hidden, generator=draw) * 0.2 for name in ("e_proj", "h_proj")}
+    head |= {"hc_head_fn": torch.randn(4, 4 * hidden, generator=draw) * 0.1, "hc_head_scale": torch.tensor([0.7])}
+    head |= {"hc_head_base": torch.randn(4, generator=draw)}
+    tensors = {name.replace("layers.5.", "mtp.0."): tensor for name, tensor in published(six).items()}
+    tensors |= {f"mtp.0.{name}": tensor for name, tensor in head.items()}
+    layer, of_streams = inner.layers[5], []
+    del inner.layers[5]
+    inner.hc_head.register_forward_pre_hook(lambda _, given: of_streams.append(given[0][0, :-1]))
+
+    def run(ids: list[int]) -> Tensor:
+        count = len(ids) - 1
+        with torch.no_grad():
+            inner(torch.tensor([ids]), use_cache=False)
+            embedded, positions = inner.embed_tokens(torch.tensor(ids[1:])), torch.arange(count)[None]
+            norm, eps = torch.nn.functional.rms_norm, model.config["rms_norm_eps"]
+            embedded, streams = (
+                norm(part, (hidden,), head[f"{name}.weight"], eps) @ head[f"{name[0]}_proj.weight"].T
+                for name, part in (("enorm", embedded), ("hnorm", of_streams.pop()))
+            )
+            x = (streams + embedded.unsqueeze(1))[None]
+            turned = {"main": inner.rotary_emb(x, position_ids=positions, layer_type="main")}
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            x = layer(x, position_embeddings=turned, position_ids=positions, attention_mask=mask)
+            kept = {name: part.data for name, part in inner.hc_head.named_parameters()}
+            for name, part in inner.hc_head.named_parameters():
+                part.data = head[f"hc_head_{name.removeprefix('hc_')}"]
+            x = inner.hc_head.forward(x)
+            for name, part in inner.hc_head.named_parameters():
+                part.data = kept[name]
+            return six.reference.lm_head(norm(x, (hidden,), head["norm.weight"], eps))[0]
+
+    return six, as_on_the_hub(six, folder, tensors, num_hidden_layers=5), run
+
+
+def test_its_mtp_head_predicts_as_transformers_modules_do(
+    tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """From the model's residual streams, in chunks; the model's own logits stay the same."""
+    six, folder, run = with_head(tiny_of, tiny(NAME), tmp_path)
+    ids = prompt(71)
+    with open_model(folder) as checkpoint:
+        facts = checkpoint.facts
+        assert facts.predictor_flaw == "" and facts.predictor_bytes > 0 and facts.head_width == 4 * 45
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    assert relative_error(own_logits(ours, paged, ids, [33, 1, 36]), run(ids)) < 1e-5
+    assert relative_error(paged(ours).all_logits(ids, [33]), logits(folder, paged, ids)) < 1e-6
+    with torch.no_grad():
+        wanted = six.reference(torch.tensor([ids]), use_cache=False).logits[0]
+    assert relative_error(paged(ours).all_logits(ids, [33]), wanted) < 1e-4
+
+
+def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    """Sampled and greedy, eager and with replayed steps."""
+    with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    expected = answers(engine_of(ours), requests(1))
+    for buckets in ((), (1, 2, 4)):
+        engine = engine_of(ours, buckets)
+        checked = Checked(engine, 3)
+        assert answers(engine, requests(1)) == expected and checked.seen
+
+
+def test_a_head_with_entries_is_not_used(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    folder = as_on_the_hub(wide(tiny_of, tiny(NAME)), tmp_path, compress_ratios=[0, 4, 128, 4, 128, 4])
+    with open_model(folder) as checkpoint:
+        flaw = checkpoint.facts.predictor_flaw
+    assert flaw == "the MTP head has compressed entries, or attention that no layer has, which is not supported"
 
 
 def test_its_fp8_and_fp4_weights_are_read(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from localllm.llm.draft import check_head
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
-from localllm.models.predictor import MtpHead, predict
+from localllm.models.predictor import MtpHead
 from localllm.plan.memory import WAITING_ROWS
 from localllm.plan.planner import Planner
 from localllm.quality.quantize import quantize
@@ -103,13 +103,13 @@ def expected_logits(one: Any, head: Any, ids: list[int]) -> Tensor:
 def own_logits(model: Model, paged: Any, ids: list[int], chunks: list[int]) -> Tensor:
     """The same of ours, the prompt read in chunks."""
     driver, found, start = paged(model), [], 0
+    head = MtpHead(model, driver.cache, model.facts.vocab_size)
     for length in chunks:
         batch = driver.batch({0: ids[start : start + length]})
         with torch.inference_mode():
-            hidden = model.normed(model.forward(batch, driver.cache))
+            hidden = head.read(model.forward(batch, driver.cache))
             after = torch.tensor(ids[start + 1 : start + length + 1])
-            states = predict(model, driver.cache, replace(batch, token_ids=after), hidden, None)
-            found.append(model.head.linear(states).float())
+            found.append(head.logits(head.states(replace(batch, token_ids=after), hidden, None)))
         start += length
     return torch.cat(found)
 
