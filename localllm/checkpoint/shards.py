@@ -17,7 +17,7 @@ from typing import Any
 from .fields import MAX_LAYERS
 from .mapped_file import TensorInfo
 
-_FUSED = re.compile(r"(model\.layers\.(\d{1,6})\.self_attn\.)qkv_proj\.weight")
+_FUSED = re.compile(r"(model\.(mtp\.)?layers\.(\d{1,6})\.self_attn\.)qkv_proj\.weight")
 BLOCK = 128
 HALF_BLOCK = 64
 # far above published models
@@ -35,9 +35,10 @@ def unsharded(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> d
     layers = min(_number(config, "num_hidden_layers", NUM_LAYERS), MAX_LAYERS)
     for name, info in tensors.items():
         match, scale = _FUSED.fullmatch(name), tensors.get(f"{name}_scale_inv")
-        if match is None or int(match[2]) >= layers or scale is None or info.dtype != "F8_E4M3":
+        if match is None or int(match[3]) >= layers or scale is None or info.dtype != "F8_E4M3":
             continue
-        parts = list(_parts(match[1], info, scale, *_sizes(config, int(match[2]))))
+        has_window = bool(match[2]) or _windowed(config, int(match[3]))  # MTP heads have one
+        parts = list(_parts(match[1], info, scale, *_sizes(config, has_window)))
         room -= sum(len(part.pieces) for part in parts)
         if room < 0:
             break
@@ -60,11 +61,11 @@ def _windowed(config: Mapping[str, Any], layer: int) -> bool:
     return is_windowed(layer)
 
 
-def _sizes(config: Mapping[str, Any], layer: int) -> tuple[list[int], int]:
+def _sizes(config: Mapping[str, Any], has_window: bool) -> tuple[list[int], int]:
     """Rows of queries, keys and values, and shards; a value that is no size counts as 0."""
     heads, kv_heads, dim, value = (_number(config, name, default) for name, default in SIZES.items())
     shards = kv_heads
-    if _windowed(config, layer):
+    if has_window:
         own = zip(SIZES, (heads, 2 * kv_heads, dim, value), strict=True)
         heads, kv_heads, dim, value = (_number(config, f"swa_{name}", default) for name, default in own)
     return [heads * dim, kv_heads * dim, kv_heads * value], shards

@@ -15,9 +15,9 @@ from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import RopeFacts
-from .names import CHOICE_BIAS
+from .names import CHOICE_BIAS, NameMap, predictor_names
 from .olmo2 import AFTER, FULL_EVERY, NORMS
 
 KINDS = "sparse", "dense"
@@ -51,7 +51,7 @@ class Exaone4(Architecture):
 
 
 class ExaoneMoe(Architecture):
-    """The first layers are dense. The layers after the last one are an MTP head, which is not used."""
+    """The first layers are dense, and so is the MTP head; GGUF files do not say whether it has a window."""
 
     name = "exaone_moe"
     label = "K-EXAONE"
@@ -77,7 +77,14 @@ class ExaoneMoe(Architecture):
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer < first], key="mlp_layer_types")
         dense = config.dense(act) if "dense" in kinds else None
         ffns = [experts if kind == "sparse" else dense for kind in kinds]
-        return _mixed(config, rope, context, config.windows(_windowed(config)), ffns)
+        windows, of_head = config.windows(_windowed(config)), keys.raw("mtp_layer_types")
+        facts = _mixed(config, rope, context, windows, ffns)
+        if not (isinstance(of_head, list) and of_head):
+            return facts
+        windowed = of_head[0] == "sliding_attention"
+        head = next((layer for layer, one in zip(facts.layers, windows, strict=True) if bool(one) == windowed), None)
+        head = head and replace(head, ffn=config.dense(act), fusion=Fusion())
+        return config.facts(facts.layers, context, predictor=head)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
@@ -87,6 +94,10 @@ class ExaoneMoe(Architecture):
         dense = config.dense() if first else experts
         ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
         return _mixed(config, rope, context, config.windows(FULL_EVERY), ffns)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        found, number = super().names(checkpoint), checkpoint.config.get("num_hidden_layers")
+        return found if checkpoint.kind == "gguf" else replace(found, parts=predictor_names(number))
 
     def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         published = any(name.endswith(".mlp.e_score_correction_bias") for name in checkpoint.tensors)

@@ -1,7 +1,7 @@
 """MiMo-V2 Flash, V2.5 and V2.6 Flash (309B-A15B): values shorter than keys, windowed layers with sinks and more KV
 heads than the others, a rotation of a third of each head, a sigmoid router with a choice bias.
 
-The MTP heads after the last layer are not used.
+The first of the MTP heads after the last layer is used: a windowed layer without experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Experts, LayerFacts
+from .layers import Experts, Fusion, LayerFacts
 from .mixers import RopeFacts
 from .names import NameMap
 
@@ -32,6 +32,8 @@ DEFAULTS = SIZES | {
     "max_position_embeddings": 131_072, "sliding_window": 129, "attention_value_scale": 0.707,
     "partial_rotary_factor": 0.334,
 }  # fmt: skip
+# modules of an MTP head with other names
+_HEAD = {"post_attention_layernorm": "pre_mlp_layernorm", "shared_head.norm": "final_layernorm", SINKS: PUBLISHED_SINKS}
 KINDS = ("full_attention", "sliding_attention"), ("dense", "sparse")
 _LISTS = {"hybrid_layer_pattern": "layer_types", "moe_layer_freq": "mlp_layer_types"}  # of 0 and 1 -> names of kinds
 
@@ -107,7 +109,9 @@ class MimoV2(Architecture):
             return found
         start = found.top["model.norm"].removesuffix("norm")
         parts = ("embed_tokens.", "layers.", "norm.")  # not the MTP heads
-        return replace(found, text=(*(start + part for part in parts), f"{found.top['lm_head']}."))
+        number, head = checkpoint.config.get("num_hidden_layers", NUM_LAYERS), f"{start}mtp.layers.0."
+        names = {f"model.layers.{number}.{ours}": head + theirs for ours, theirs in (*_HEAD.items(), ("", ""))}
+        return replace(found, parts=names, text=(*(start + part for part in parts), f"{found.top['lm_head']}."))
 
 
 def _check(config: HfConfig) -> None:
@@ -148,4 +152,6 @@ def _facts(
     ffns = experts if all(sparse) else config.dense(experts.act), experts
     each = zip(windows, kv_heads, sparse, strict=True)
     layers = [LayerFacts(replace(mixers[window], num_kv_heads=count), ffns[routed]) for window, count, routed in each]
-    return config.facts(layers, context)
+    first = next((layer for layer, window in zip(layers, windows, strict=True) if window is not None), None)
+    head = first and replace(first, ffn=config.dense(experts.act), fusion=Fusion())
+    return config.facts(layers, context, predictor=head)

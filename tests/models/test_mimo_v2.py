@@ -16,7 +16,9 @@ from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
+from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import ARCHITECTURE, gguf_logits
+from .test_predictor import Checked, own_logits
 
 SINKS = "self_attn.sinks", "self_attn.attention_sink_bias"
 
@@ -107,6 +109,59 @@ def test_the_plan_counts_weights_under_other_prefixes(prefix: str, tiny: Callabl
     assert sizes[0] == sizes[1] == sum(tensor.nbytes for tensor in model.tensors.values())
 
 
+def with_head(tiny_of: Callable, model: Any) -> tuple[Any, Callable[[list[int]], torch.Tensor]]:
+    """The model with one more layer, which its checkpoint has as the first MTP head; the head's logits."""
+    given = {key: value for key, value in model.config.items() if key not in ("model_type", "architectures")}
+    lists = {"layer_types": "sliding_attention", "mlp_layer_types": "dense"}
+    changes = {key: [*given[key], kind] for key, kind in lists.items()}
+    changes |= {"num_hidden_layers": 8, "routed_scaling_factor": 1.0}
+    more, draw = tiny_of("mimo_v2_flash", given | changes), torch.Generator().manual_seed(4)
+    names = ("enorm", "hnorm", "final_layernorm")
+    head = {f"{name}.weight": 1 + 0.2 * torch.randn(42, generator=draw) for name in names}
+    head["eh_proj.weight"] = torch.randn(42, 84, generator=draw) * 0.2
+    tensors = {name.replace("model.layers.7.", "model.mtp.layers.0."): one for name, one in more.tensors.items()}
+    tensors = {name.replace("mtp.layers.0.post_attention_layernorm", "mtp.layers.0.pre_mlp_layernorm"): one
+               for name, one in tensors.items()}  # fmt: skip
+    tensors = {name.replace(*SINKS): one for name, one in tensors.items()}
+    tensors |= {f"model.mtp.layers.0.{name}": one for name, one in head.items()}
+    inner, norm = more.reference.model, torch.nn.functional.rms_norm
+    layer = inner.layers[7]
+    inner.config.num_hidden_layers = 7
+
+    def run(ids: list[int]) -> torch.Tensor:
+        positions, eps = torch.arange(len(ids) - 1)[None], model.config["rms_norm_eps"]
+        with torch.no_grad():
+            hidden = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[0, :-1]
+            pair = zip(names, (inner.embed_tokens(torch.tensor(ids[1:])), hidden), strict=False)
+            both = torch.cat([norm(part, (42,), head[f"{name}.weight"], eps) for name, part in pair], -1)
+            x = (both @ head["eh_proj.weight"].T)[None]
+            apart = positions.T - positions
+            mask = torch.zeros(apart.shape).masked_fill((apart < 0) | (apart >= 12), float("-inf"))[None, None]
+            turned = inner.rotary_emb(x, positions, "sliding_attention")
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=turned)
+            return more.reference.lm_head(norm(x, (42,), head["final_layernorm.weight"], eps))[0]
+
+    kept = {key: given[key] for key in lists} | {"num_hidden_layers": 7}
+    return replace(more, config=published(more.config | kept), tensors=tensors), run
+
+
+def test_its_mtp_head_predicts_as_transformers_modules_do(
+    tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
+) -> None:
+    one, run = with_head(tiny_of, tiny("mimo"))
+    ids = torch.randint(0, 99, (50,)).tolist()
+    with open_model(one.save(tmp_path)) as checkpoint:
+        assert checkpoint.facts.predictor_flaw == "" and checkpoint.facts.predictor_bytes > 0
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    wanted = run(ids)
+    found = own_logits(ours, paged, ids, [20, 1, 28])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+    expected = answers(engine_of(ours), requests(1))
+    engine = engine_of(ours, (1, 2))
+    checked = Checked(engine, 3)
+    assert answers(engine, requests(1)) == expected and checked.seen
+
+
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Queries, keys and values of each layer in one matrix, as V2.5 has them."""
     found = {}
@@ -191,8 +246,11 @@ def test_projections_in_shards_and_experts_of_four_bits(tiny_of: Callable, paged
     stored, plain = as_published(model)
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "store_dtype": "mxfp4"}
     changes = {"model_type": "mimo_v2", "attention_projection_layout": "fused_qkv", "quantization_config": quantized}
-    folder = replace(model, config=config | changes, tensors=stored).save(tmp_path / "stored")
+    own = [name for name in stored if "1.self_attn" in name]
+    head = {name.replace("layers.1.", "mtp.layers.0."): stored[name].clone() for name in own}
+    folder = replace(model, config=config | changes, tensors=stored | head).save(tmp_path / "stored")
     with open_model(folder) as checkpoint:
+        assert checkpoint.formats["model.mtp.layers.0.self_attn.k_proj"].params == {"scale": "weight_scale_inv"}
         assert checkpoint.formats["model.layers.1.self_attn.k_proj"].params == {"scale": "weight_scale_inv"}
         assert checkpoint.formats["model.layers.2.self_attn.k_proj"].params["rows"] == 64
         assert checkpoint.formats["model.layers.1.mlp.experts.0.up_proj"].kind == "mxfp4"
