@@ -111,9 +111,16 @@ def hyper_out(x: Tensor, output: Tensor, gains: Tensor) -> Tensor:
     return x.copy_(added.flatten(1))
 
 
-def weighted_stream(x: Tensor, weights: MixedWeights) -> Tensor:
-    """The weighted sum of the streams that is the model's output: [num_tokens, count * hidden] -> [.., hidden]."""
-    assert weights.final is not None
+def reduced(block_in: Callable[..., tuple[Tensor, Tensor]], x: Tensor, weights: HyperWeights | MixedWeights) -> Tensor:
+    """The model's output after the block of `weights`: [num_tokens, count * hidden] -> [num_tokens, hidden]; the
+    streams unchanged if other blocks follow.
+
+    block_in   `hyper_in` of the weights' device
+    """
+    if isinstance(weights, HyperWeights):
+        return x if weights.final is None else block_in(x, weights.final)[0]
+    if weights.final is None:
+        return mean_stream(x, weights.count) if weights.last else x
     fn, base, scale = weights.final
     return _weighted(x, _normed_products(x, fn, weights.norm_eps).mul_(scale).add_(base), weights)
 

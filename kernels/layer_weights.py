@@ -450,7 +450,7 @@ class MlpWeights:
     cut: float | None = None  # activation sparsity: threshold in standard deviations, see `segments.thinned`
     curve: tuple[float, float, float, float] | None = None  # for xielu: see `reference.xielu`
     limit: float | None = None  # as in `ExpertsWeights`
-    hyper: MixedWeights | None = None  # see `MixedWeights`
+    hyper: HyperWeights | MixedWeights | None = None  # see `MixedWeights`
 
 
 @dataclass(frozen=True, slots=True)

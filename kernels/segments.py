@@ -35,7 +35,7 @@ from . import recurrent, reference, sparse
 from .compressed import compressed_attention
 from .embedding import Embedding
 from .experts import OTHER_ACTIVATIONS, limited, mixture, shared
-from .hyper import hyper_in, hyper_out, mean_stream, ngrams, weighted_stream, widened
+from .hyper import hyper_in, hyper_out, ngrams, reduced, widened
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
@@ -49,7 +49,6 @@ from .layer_weights import (
     LayerCache,
     LayerCall,
     MambaWeights,
-    MixedWeights,
     MlpWeights,
     Stepped,
     StreamWeights,
@@ -256,11 +255,7 @@ def decoder(
         if ffn.hyper is not None:
             mixed, gains = hyper_in(x, ffn.hyper)
             x = hyper_out(x, feed(mixed, ffn), gains)
-            if isinstance(ffn.hyper, MixedWeights):
-                if ffn.hyper.final is not None:
-                    return weighted_stream(x, ffn.hyper)
-                return mean_stream(x, ffn.hyper.count) if ffn.hyper.last else x
-            return x if ffn.hyper.final is None else hyper_in(x, ffn.hyper.final)[0]
+            return reduced(hyper_in, x, ffn.hyper)
         x = feed(x, ffn)
         if ffn.input is None:
             return x

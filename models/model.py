@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.host_experts import HostExperts
-from localllm.kernels.hyper import weighted_stream
+from localllm.kernels.hyper import reduced
 from localllm.kernels.layer_weights import (
     CompressedWeights,
     ExpertsWeights,
     FeedForwardWeights,
     HeadWeights,
+    HyperWeights,
     LayerCache,
     LayerCall,
     Linear,
@@ -68,11 +69,11 @@ class Predictor:
     hidden_norm: Norm
     projection: Linear  # of the normed embedding and hidden state, side by side; with streams of the embedding alone
     layer: DecoderLayer
-    norm: Norm
+    norm: Norm | None
     calls: tuple[LayerCall, ...]  # the layer in the form that `decoder` takes
     view: tuple[int, int]  # (cache group, rotation)
     of_streams: Linear | None = None  # of each normed residual stream of the hidden state
-    final: MixedWeights | None = None  # how the streams after the layer are summed
+    final: HyperWeights | MixedWeights | None = None  # how the streams after the layer are reduced
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +149,7 @@ class Model:
         self._view_keys, views = layer_views(facts)
         self.adapters: Adapters | None = None  # adapter slots, created with the first adapter
         self._span = slice(*span) if span is not None else slice(None)
-        self._final: MixedWeights | None = None  # how `reduced` sums residual streams, if the layers do not
+        self._final: HyperWeights | MixedWeights | None = None  # the last block's, if it keeps the residual streams
         self._calls: tuple[LayerCall, ...] = tuple(
             (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views[self._span], strict=True)
         )
@@ -315,17 +316,20 @@ class Model:
         return norm_rows(rms_norm, hidden.float(), replace(norm, weight=norm.weight.float() / self.facts.logit_scale))
 
     def keep_streams(self) -> None:
-        """Return residual streams from `forward`, for an MTP head that reads them; `logits` and `normed` sum them."""
+        """Return residual streams from `forward`, for an MTP head; `logits` and `normed` reduce them."""
         *rest, last = self.layers
-        assert last.ffn is not None and isinstance(last.ffn.hyper, MixedWeights)
+        assert last.ffn is not None and last.ffn.hyper is not None
         self._final = last.ffn.hyper
-        ffn = replace(last.ffn, hyper=replace(last.ffn.hyper, final=None, last=False))
+        if isinstance(self._final, MixedWeights):
+            ffn = replace(last.ffn, hyper=replace(self._final, final=None, last=False))
+        else:
+            ffn = replace(last.ffn, hyper=replace(self._final, final=None))
         self.layers = (*rest, replace(last, ffn=ffn))
         self._calls = (*self._calls[:-1], (last.mixer, ffn, self._calls[-1][2]))
 
     def _reduced(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward`, their residual streams summed."""
-        return hidden if self._final is None else weighted_stream(hidden, self._final)
+        """Rows of `forward`, their residual streams reduced to one vector."""
+        return hidden if self._final is None else reduced(self.table.hyper_in, hidden, self._final)
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""

@@ -5,7 +5,7 @@ projection and a decoder layer with its own KV cache. The normed output goes to 
 the model's hidden state at the next position, to predict one more token.
 
 A head with residual streams (`Fusion.streams`) takes the model's streams, and returns its own: only what goes to the LM
-head is summed and normed.
+head is reduced to one vector and normed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from localllm.kernels.hyper import weighted_stream
-from localllm.kernels.layer_weights import MixedWeights
+from localllm.kernels.hyper import reduced
+from localllm.kernels.layer_weights import HyperWeights, MixedWeights
 
 from .architectures.facts import ModelFacts, layer_views
-from .architectures.layers import Fusion
+from .architectures.layers import MIXER, Fusion
 from .drafter import normed
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
@@ -35,23 +35,33 @@ def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
     assert layer.mixer is not None
     first = next(i for i, one in enumerate(facts.layers) if facts.predictor and one.mixer == facts.predictor.mixer)
     views, of_layers = layer_views(facts)  # it shares cache group and rotation with the layers of the same mixer
-    fusion, of_streams, final = facts.predictor and facts.predictor.fusion, None, None
+    fusion = facts.predictor and facts.predictor.fusion
     assert isinstance(fusion, Fusion)
-    if fusion.streams:
-        assert layer.ffn is not None and isinstance(layer.ffn.hyper, MixedWeights)
-        sums = own.matrix("hc_head_fn"), *(own.vector(f"hc_head_{name}.weight") for name in ("base", "scale"))
-        of_streams, final = own.linear("mtp", "h_proj"), replace(layer.ffn.hyper, final=sums)
+    final = None if fusion.streams is None or layer.ffn is None else _final(own, layer.ffn.hyper)
+    sizes = fusion.vectors(facts.hidden_size)
     return Predictor(
         embedding_norm=own.norm("enorm"),
-        hidden_norm=own.norm("hnorm"),
-        projection=own.linear("mtp", "e_proj" if fusion.streams else "eh_proj"),
-        of_streams=of_streams,
+        hidden_norm=own.norm("hnorm", *sizes["hnorm.weight"]),
+        projection=own.linear("mtp", "eh_proj" if final is None else "e_proj"),
+        of_streams=None if final is None else own.linear("mtp", "h_proj"),
         final=final,
         layer=layer,
-        norm=own.norm("shared_head.norm"),
+        norm=own.norm("shared_head.norm") if "shared_head.norm.weight" in sizes else None,
         calls=((layer.mixer, layer.ffn, 0),),
         view=views[of_layers[first]],
     )
+
+
+def _final(own: LayerReader, block: HyperWeights | MixedWeights | None) -> HyperWeights | MixedWeights:
+    """The weights of the layer's last block, with those that reduce the streams after it."""
+    if isinstance(block, MixedWeights):
+        sums = own.matrix("hc_head_fn"), *(own.vector(f"hc_head_{name}.weight") for name in ("base", "scale"))
+        return replace(block, final=sums)
+    assert isinstance(block, HyperWeights)
+    mixer = MIXER.removeprefix("model.")
+    norm, down = own.norm(f"{mixer}.hc_norm", block.wide), own.linear("hyper_in", f"{mixer}.input_mix_weight_down")
+    up = own.linear("hyper_up", f"{mixer}.input_mix_weight_up")
+    return replace(block, final=replace(block, norm=norm, down=down, up=up))
 
 
 def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
@@ -68,15 +78,16 @@ def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, w
     if own.of_streams is None:
         x = own.projection(torch.cat([embedded, normed(hidden, own.hidden_norm)], -1))
     else:
-        streams = hidden.view(len(rows), -1, rows.shape[1])
-        each = own.of_streams(normed(streams, own.hidden_norm).flatten(0, 1)).view(streams.shape)
+        streams = hidden.view(len(rows), -1, own.hidden_norm.weight.shape[0])
+        each = own.of_streams(normed(streams, own.hidden_norm).view(-1, rows.shape[1]))
+        each = each.view(len(rows), -1, rows.shape[1])
         x = (each + own.projection(embedded).unsqueeze(1)).flatten(1)
     group, rope = own.view
     pages = batch.groups[group]
     view = (*model.turned(rope, batch), pages.block_table, pages.slot_mapping)
     lens = batch.cu_query_lens, batch.seq_lens_tensor
     x = model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted)
-    return normed(x, own.norm) if own.final is None else x
+    return x if own.final is not None or own.norm is None else normed(x, own.norm)
 
 
 class MtpHead:
@@ -106,7 +117,9 @@ class MtpHead:
     def logits(self, states: Tensor) -> Tensor:
         """Rows of `states` -> float32 [rows, vocab]."""
         own = self._own
-        states = states if own.final is None else normed(weighted_stream(states, own.final), own.norm)
+        if own.final is not None:
+            states = reduced(self._model.table.hyper_in, states, own.final)
+            states = states if own.norm is None else normed(states, own.norm)
         return self._model.head.linear(states).float()[:, : self._vocab_size]
 
     def best(self, states: Tensor) -> Tensor:

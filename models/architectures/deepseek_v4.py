@@ -191,7 +191,7 @@ def _head(attention: CompressedAttention, last: LayerFacts, hyper: MixedConnecti
     """The MTP head's layer: attention over the last tokens, and experts that a router chooses."""
     assert isinstance(last.ffn, Experts)
     ffn = replace(last.ffn, hashed=0, choice_bias=True)
-    return LayerFacts(attention, ffn, hyper=hyper, fusion=Fusion(hyper.count))
+    return LayerFacts(attention, ffn, hyper=hyper, fusion=Fusion(hyper))
 
 
 def _with_head(facts: ModelFacts, config: HfConfig) -> ModelFacts:

@@ -545,25 +545,34 @@ class Fusion:
     """The parts of an MTP head around its decoder layer: norms and a projection of two concatenated vectors (the next
     token's embedding and the model's last hidden state), and a final norm.
 
-    With residual streams, each of the model's streams is normed and projected, the projected embedding is added to all
-    of them, and the final norm follows a weighted sum of the streams after the layer.
+    With residual streams, the model's streams are normed, each by itself or all as one vector; each is projected, and
+    the projected embedding is added to all of them. After the layer they are reduced to one vector as the model's are,
+    with matrices of the head's own; a norm follows where the model has one.
     """
 
-    streams: int = 0
+    streams: HyperConnections | MixedConnections | None = None
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        if not self.streams:
+        if self.streams is None:
             return {"eh_proj": (hidden, 2 * hidden)}
-        return {"e_proj": (hidden, hidden), "h_proj": (hidden, hidden), "hc_head_fn": (self.streams, self.wide(hidden))}
+        outer = self.streams.outer(hidden).items()
+        return {"e_proj": (hidden, hidden), "h_proj": (hidden, hidden)} | {_below(name): size for name, size in outer}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        sizes = {"hc_head_base.weight": self.streams, "hc_head_scale.weight": 1} if self.streams else {}
-        sizes |= {f"{name}.weight": hidden for name in ("enorm", "hnorm", "shared_head.norm")}
-        return {name: (size,) for name, size in sizes.items()}
+        outer = {} if self.streams is None else self.streams.outer_vectors(hidden)
+        is_one = isinstance(self.streams, HyperConnections)
+        sizes = {"enorm": hidden, "hnorm": self.wide(hidden) if is_one else hidden}
+        sizes |= {} if is_one else {"shared_head.norm": hidden}
+        return {_below(name): size for name, size in outer.items()} | {f"{n}.weight": (s,) for n, s in sizes.items()}
 
     def wide(self, hidden: int) -> int:
         """Elements of its hidden state."""
-        return max(1, self.streams) * hidden
+        return hidden if self.streams is None else self.streams.count * hidden
+
+
+def _below(name: str) -> str:
+    """The name of a module of the model that an MTP head has as well, below its layer."""
+    return name.removeprefix("model.")
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,9 @@ def predictor_names(number: object) -> dict[str, str]:
     """Entries for `parts` with Qwen's names of the MTP head, whose canonical name is layer `number`."""
     start = f"model.layers.{number}."
     outer = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
-    names = {start + name: MTP + theirs for name, theirs in (outer | {"shared_head.norm": "norm"}).items()}
+    outer |= {"e_proj": "fc_embedding", "h_proj": "fc_hidden", "shared_head.norm": "norm"}
+    outer["hyper_connection_mixer"] = "hyper_connection_mixer"  # with residual streams
+    names = {start + name: MTP + theirs for name, theirs in outer.items()}
     return names | {start: f"{MTP}layers.0."}
 
 

@@ -23,7 +23,7 @@ from .config import Config
 from .facts import ModelFacts, shared_layers
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import MIXER, HyperConnections, LayerFacts, NGrams, NGramTable, Norms
+from .layers import MIXER, Fusion, HyperConnections, LayerFacts, NGrams, NGramTable, Norms
 from .mixers import Attention, GatedDelta, TokenIndex
 from .names import TOWER, NameMap
 from .qwen3_5 import DEFAULTS, GGUF_HYBRID, Qwen3_5Moe
@@ -75,9 +75,12 @@ class Qwen4Exp(Qwen3_5Moe):
         if index is not None and keys.integer("indexer_kv_heads", 1, MAX_HEADS, 1) > 1:
             raise config.unsupported(f"{config.source} with several index keys per token")
         hyper = HyperConnections(keys.integer("hc_count", 2, MOST_STREAMS), keys.integer("hc_lowrank", 1, MAX_HIDDEN))
-        facts = _without_head(super().from_hf(config))
+        facts = super().from_hf(config)
         _check_index(facts, index, keys)
         layers = [_layer(layer, hyper, index, gate == "sigmoid") for layer in facts.layers]
+        if facts.predictor is not None:
+            head = replace(_layer(facts.predictor, hyper, index, gate == "sigmoid"), fusion=Fusion(hyper))
+            facts = replace(facts, predictor=head)
         listed = sorted(config.layer_numbers("ple_layer_ids"))  # counted from 1
         if not listed:
             return replace(facts, layers=shared_layers(layers), final_norm=False)
@@ -105,7 +108,10 @@ class Qwen4Exp(Qwen3_5Moe):
             keys.integer("hyper_connection.count", 2, MOST_STREAMS),
             keys.integer("hyper_connection.low_rank", 1, MAX_HIDDEN),
         )
-        facts = _without_head(super().from_gguf(config))
+        facts = super().from_gguf(config)
+        if facts.predictor is not None:
+            flaw = "the MTP head of a GGUF file reads all residual streams, which is not supported"
+            facts = replace(facts, predictor=None, predictor_flaw=flaw)
         _check_index(facts, index, keys)
         layers = [
             _layer(layer, hyper, index if own == ratio else None, sigmoid=True)
@@ -154,14 +160,6 @@ def _check_keys(config: GgufConfig, part: str, key: str) -> None:
     name = next((name for name in config.checkpoint.tensors if re.match(rf"blk\.\d+\.{part}\b", name)), None)
     if name is not None and config.keys.raw(key) is None:
         raise config.keys.fail(key, f"is missing, and the file has {name}")
-
-
-def _without_head(facts: ModelFacts) -> ModelFacts:
-    """The facts without an MTP head, with the reason if the file has one."""
-    if facts.predictor is None:
-        return facts
-    flaw = "the MTP head reads all residual streams, which is not supported"
-    return replace(facts, predictor=None, predictor_flaw=flaw)
 
 
 def _index(keys: Fields, heads: str, dim: str, budget: str, ratio: str) -> TokenIndex | None:

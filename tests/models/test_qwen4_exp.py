@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,9 @@ from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 
+from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
+from .test_predictor import Checked, own_logits
 
 NAME, TABLE = "qwen4-exp", "model.layers.2.ple.ple_embedding.ngram_embedding"
 
@@ -56,9 +59,9 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).abs().max() / reference.abs().max())
 
 
-def logits(folder: Path, paged: Any, ids: list[int], **options: Any) -> Tensor:
+def logits(folder: Path, paged: Any, ids: list[int], chunks: Sequence[int] = (40,), **options: Any) -> Tensor:
     with open_model(folder) as checkpoint:
-        return paged(load_model(checkpoint, LoadOptions(exact=True, **options))).all_logits(ids, [40])
+        return paged(load_model(checkpoint, LoadOptions(exact=True, **options))).all_logits(ids, list(chunks))
 
 
 def published(model: Any, folder: Path, **changes: Any) -> Path:
@@ -72,7 +75,7 @@ def published(model: Any, folder: Path, **changes: Any) -> Path:
     parts = (rows / 0.5).to(torch.float8_e4m3fn).chunk(4)
     tensors |= {f"{start}shard_{number}.weight": part for number, part in enumerate(parts)}
     tensors[f"{start}weight_scale"] = torch.tensor([0.5]).bfloat16()
-    tensors |= {"mtp.fc_hidden.weight": torch.ones(4, 4), "mtp.layers.0.self_attn.k_proj.weight": torch.ones(4, 4)}
+    tensors["mtp.fc_hidden.weight"] = torch.ones(4, 4)
     tensors["model.visual.patch_embed.proj.weight"] = torch.ones(4, 3, 2, 2, 2)
     config = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "text_config": text}
     return model.save(folder, tensors, **config)
@@ -87,7 +90,7 @@ def test_qwen4_exp_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path)
     with open_model(folder) as checkpoint:
         facts = checkpoint.facts
         assert "is not supported: the model reads text only" in checkpoint.unread
-    assert facts.predictor is None and "reads all residual streams" in facts.predictor_flaw
+    assert facts.predictor is None and "the MTP head cannot be used" in facts.predictor_flaw
     table = facts.ngrams
     assert table is not None and (table.rows, table.dim, len(table.shards)) == (240, 6, 4)
     assert table.nbytes == 240 * 6
@@ -95,6 +98,74 @@ def test_qwen4_exp_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path)
     derived = {key: value for key, value in model.tensors.items() if key.rpartition(".")[2] not in numbers}
     again = published(replace(model, tensors=derived), tmp_path / "derived")
     assert torch.equal(logits(again, paged, ids), wanted)
+
+
+def with_head(tiny_of: Callable, model: Any, folder: Path) -> tuple[Any, Path, Callable[[list[int]], Tensor]]:
+    """The model with a fifth layer, whose checkpoint has that layer as an MTP head; the head's logits."""
+    given = {key: value for key, value in model.config.items() if key not in ("model_type", "architectures")}
+    given |= {"num_hidden_layers": 5, "layer_types": [*given["layer_types"], "indexed_attention"]}
+    five = tiny_of("qwen4_exp_text", given, 3)
+    inner, hidden, draw = five.reference.model, model.config["hidden_size"], torch.Generator().manual_seed(4)
+    streams = model.config["hc_count"]
+    head = {f"pre_fc_norm_{name}.weight": 0.2 * torch.randn(size, generator=draw)
+            for name, size in (("embedding", hidden), ("hidden", streams * hidden))}  # fmt: skip
+    head |= {f"fc_{name}.weight": torch.randn(hidden, hidden, generator=draw) * 0.2 for name in ("embedding", "hidden")}
+    layer, mixer, of_streams = inner.layers[4], copy.deepcopy(inner.hyper_connection_mixer), []
+    with torch.no_grad():
+        for part in mixer.parameters():
+            part.copy_(torch.randn(part.shape, generator=draw) * 0.2)
+    head |= {f"hyper_connection_mixer.{name}": part.detach().clone() for name, part in mixer.named_parameters()}
+    del inner.layers[4]
+    inner.hyper_connection_mixer.register_forward_pre_hook(lambda _, given: of_streams.append(given[0][0, :-1]))
+    tensors = {name.replace("model.layers.4.", "mtp.layers.0."): tensor for name, tensor in five.tensors.items()}
+    tensors |= {f"mtp.{name}": tensor for name, tensor in head.items()}
+
+    def run(ids: list[int]) -> Tensor:
+        count = len(ids) - 1
+        with torch.no_grad():
+            inner(torch.tensor([ids]), use_cache=False)
+            embedded, before = inner.embed_tokens(torch.tensor(ids[1:])), of_streams.pop()
+            norm, eps = torch.nn.functional.rms_norm, model.config["rms_norm_eps"]
+            embedded, before = (
+                norm(part, part.shape[-1:], 1 + head[f"pre_fc_norm_{name}.weight"], eps)
+                for name, part in (("embedding", embedded), ("hidden", before))
+            )
+            each = before.view(count, streams, hidden) @ head["fc_hidden.weight"].T
+            x = (each + (embedded @ head["fc_embedding.weight"].T).unsqueeze(1)).flatten(1)[None]
+            turned = inner.rotary_emb(x, torch.arange(count)[None, None])
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            return five.reference.lm_head(mixer(layer(x, position_embeddings=turned, attention_mask=mask)))[0]
+
+    config = {"num_hidden_layers": 4, "layer_types": model.config["layer_types"], "mtp_num_hidden_layers": 1}
+    return five, replace(five, config=five.config | config, tensors=tensors).save(folder), run
+
+
+def test_its_mtp_head_predicts_as_transformers_modules_do(
+    tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """From the model's residual streams, in chunks; the model's own logits stay the same."""
+    five, folder, run = with_head(tiny_of, tiny(NAME), tmp_path)
+    ids = prompt(71)
+    with open_model(folder) as checkpoint:
+        facts = checkpoint.facts
+        assert facts.predictor_flaw == "" and facts.predictor_bytes > 0 and facts.head_width == 3 * 44
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    assert relative_error(own_logits(ours, paged, ids, [33, 1, 36]), run(ids)) < 1e-5
+    assert torch.equal(paged(ours).all_logits(ids, [33]), logits(folder, paged, ids, chunks=[33]))
+    with torch.no_grad():
+        wanted = five.reference(torch.tensor([ids]), use_cache=False).logits[0]
+    assert relative_error(paged(ours).all_logits(ids, [33]), wanted) < 1e-4
+
+
+def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
+    """Sampled and greedy, eager and with replayed steps; the states of n-grams and recurrent layers go back as well."""
+    with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    expected = answers(engine_of(ours), requests(1))
+    for buckets in ((), (1, 2, 4)):
+        engine = engine_of(ours, buckets)
+        checked = Checked(engine, 3)
+        assert answers(engine, requests(1)) == expected and checked.seen
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "IQ4_NL"])
