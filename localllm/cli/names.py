@@ -141,8 +141,8 @@ def opened(resolved: Resolved, mmproj: str) -> Iterator[OpenModel]:
 
 
 def choice_of(resolved: Resolved) -> Choice:
-    """The full name, so that nothing is resolved twice; with the commit, if one was requested."""
-    name = resolved.name
+    """The full name, valid in any folder, so that nothing is resolved twice; with the commit, if one was requested."""
+    name = str(resolved.path.absolute()) if resolved.kind == "path" and resolved.path else resolved.name
     if resolved.kind == "hub" and resolved.repo and "@" in resolved.asked and "@" not in name:
         name = f"{name}@{resolved.revision}"
     shown = clean_line(resolved.path.name if resolved.kind == "path" and resolved.path else resolved.name)

@@ -96,6 +96,14 @@ class Session:
         return f"serving this model at {self.url}/v1 until the chat is closed; /serve off stops it"
 
 
+def full_name(name: str) -> str:
+    """The name of a model that was found, valid in any folder: a path is made absolute."""
+    path = Path(name).expanduser()
+    is_path = path.suffix.lower() in (".gguf", ".safetensors") and path.exists()
+    is_path |= any((path / file).exists() for file in ("config.json", "tokenizer.json"))
+    return str(path.absolute()) if is_path else name
+
+
 def write_new(path: str, text: str) -> str:
     """Write a new file. Returns what to say. Raises ConfigError."""
     shown = clean_line(path)

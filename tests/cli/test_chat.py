@@ -17,7 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from localllm.cli.names import choice_of
 from localllm.history.store import History
+from localllm.hub import Resolved
 
 from .conftest import LOCALLLM, Invoke, process, valid
 
@@ -278,6 +280,12 @@ def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
     os.close(fd)
     assert run.returncode == 2
     assert b"base model" in run.stderr and b"localllm run fake-base" in run.stderr
+
+
+def test_a_model_named_by_a_path_has_a_name_for_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = choice_of(Resolved("./m.gguf", "./m.gguf", "path", Path("m.gguf")))
+    assert (chosen.name, chosen.shown) == (str(tmp_path / "m.gguf"), "m.gguf")
 
 
 def test_pasted_lines_are_one_message_and_ctrl_c_drops_them_all(line: Line, tmp_path: Path) -> None:

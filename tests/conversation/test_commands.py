@@ -11,7 +11,7 @@ import pytest
 from localllm.backend.scripted import FakeBackend
 from localllm.conversation.answer import Call
 from localllm.conversation.commands import COMMANDS, run
-from localllm.conversation.session import Session
+from localllm.conversation.session import Session, full_name
 from localllm.conversation.slash import SLASHES, understand
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
@@ -153,3 +153,15 @@ def test_undo_keeps_the_turn_as_a_branch() -> None:
     talk.ask("two").text = "zwei"
     say("/undo")
     assert [one.user for one in talk.exchanges] == ["one"] and talk.roots[0].children
+
+
+def test_a_model_named_by_a_path_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/config.json").touch()
+    (tmp_path / "smollm2").mkdir()
+    assert full_name("./a.gguf") == full_name("a.gguf") == f"{tmp_path}/a.gguf"
+    assert full_name("folder/") == f"{tmp_path}/folder"
+    for name in ("smollm2", "org/repo:Q4_K_M", "gone.gguf"):
+        assert full_name(name) == name

@@ -8,6 +8,7 @@ import pytest
 from textual.widgets import OptionList
 
 from localllm.config import Preset, SamplingConfig
+from localllm.conversation.tree import Conversation
 from localllm.history.records import active_path
 from localllm.history.store import History
 from localllm.tui.widgets.choices import Choices
@@ -387,6 +388,19 @@ async def test_a_model_that_does_not_load_keeps_what_is_queued_for_the_next_one(
         await running.send("/model fake")
         await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
         assert running.screen.conversation.exchanges[-1].text == "queued"
+
+
+@pytest.mark.parametrize(
+    ("used", "name", "told"), [("./m.gguf", "fake", True), ("fake", "fake", False), ("/m/m.gguf", "/m/m.gguf", False)]
+)
+async def test_a_resumed_chat_says_when_another_model_continues_it(used: str, name: str, told: bool) -> None:
+    talk = Conversation()
+    answer = talk.ask("one")
+    talk.model, answer.text, answer.stop = used, "eins", "stop"
+    async with chat(model=Path(name).name, name=name, talk=talk) as running:
+        await running.ready()
+        assert (f"this chat used {used} and now continues with fake" in said(running)) == told
+        assert running.backend.started[0][0] == running.screen.session.model  # by this name it can be loaded again
 
 
 @pytest.mark.slow

@@ -288,12 +288,11 @@ class Actions(Stream):
     async def _model_of(self, chat: SavedChat) -> None:
         """A chat opened from the home screen loads its model; otherwise the loaded model stays."""
         if self.phase == "none":
-            name = chat.model if self.query_one(Home).has(chat.model) else self.query_one(Home).default_model
-            if name:
+            home = self.query_one(Home)
+            is_here = home.has(chat.model) or (Path(chat.model).is_absolute() and Path(chat.model).exists())
+            if name := chat.model if is_here else home.default_model:
                 await self.load(name)
-        elif chat.model and self.session.model and chat.model != self.session.model:
-            name = clean_line(chat.model)
-            await self.transcript.say(f"this chat used {name}; /model {name} loads it")
+        await self.tell_of_change(chat.model)
 
     # --- the prompt --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, on, work
@@ -74,6 +75,8 @@ class ChatScreen(Actions):
 
     async def on_mount(self) -> None:
         options = self.frame.options
+        if options.name and Path(options.name).is_absolute() and Path(options.name).name == self.session.model:
+            self.session.model = options.name  # the last part of a path does not load it again
         self.set_class(options.ui.stats == "off", "-no-stats")
         self.transcript.anchor()
         self.state.offline = options.offline
@@ -103,6 +106,7 @@ class ChatScreen(Actions):
         self.prompt.load_history(self.prompts.load())
         if self.conversation.exchanges:
             await self.transcript.sync()
+            await self.tell_of_change(self.conversation.model, options.name or "")
         await self.show_chats_if_wide()
         if self.session.first:
             await self.submit(self.session.first)

@@ -19,7 +19,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from localllm.conversation.attachments import fit
-from localllm.conversation.session import Session, complaint
+from localllm.conversation.session import Session, complaint, full_name
 from localllm.conversation.slash import OFF
 from localllm.conversation.tools import stop as end_calls
 from localllm.conversation.tree import Conversation, Exchange
@@ -123,7 +123,7 @@ class Turns(Screen[None]):
     async def choose_model(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
         """Load the model with this name. Raises LocalLLMError for an unknown one; a running answer then continues."""
         find, now = self.session.backend.find, self.session.model
-        found = await asyncio.to_thread(find, name)
+        found = full_name(await asyncio.to_thread(find, name))
         with suppress(LocalLLMError):  # a bare file name cannot be resolved again
             now = await asyncio.to_thread(find, now)
         if found == now and not changes and self.phase in ("loading", "ready"):
@@ -149,6 +149,13 @@ class Turns(Screen[None]):
         await self.transcript.begin_loading(name)
         await self._close_endpoint()
         self.session.backend.start(name, changes)
+
+    async def tell_of_change(self, used: str, *others: str) -> None:
+        """Say so when the chat continues with another model than before. `others`: further names of the new one."""
+        now, used = clean_line(self.session.model), clean_line(used)
+        if used and now and used not in (now, *others):
+            said = f"! this chat used {used} and now continues with {now}; /model {used} changes back"
+            await self.transcript.say(said, "warning")
 
     async def pause(self) -> None:
         await self._close_endpoint()
