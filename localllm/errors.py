@@ -30,6 +30,8 @@ from typing import Any
 
 # the hint for a damaged file where the model's name is not known
 REPAIR = "download it again (localllm pull NAME --repair), or use another copy of the model"
+# why a model of another architecture is refused
+SUPPORTED = "`localllm catalog` lists models that run here, docs/models.md all architectures"
 
 
 class LocalLLMError(Exception):

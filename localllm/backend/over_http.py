@@ -165,7 +165,7 @@ class RemoteBackend(ChatBackend):
             told = self._owner_view() if self._is_ours else {}
         except (*FAILURES, KeyError, TypeError) as error:
             hint = "see `localllm ps`, or drop --attach-to"
-            raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
+            raise ServerError(f"no server answers at {self.url}, or not with OpenAI's API", hint) from error
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
         via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
         meta = rows[self._model]
@@ -255,8 +255,7 @@ class RemoteBackend(ChatBackend):
         except Exception as error:
             if turn not in self._stopped:
                 log.warning("the server at %s failed: %s", self.url, error)
-                gone = f"lost the connection to the server at {self.url} ({type(error).__name__})"
-                self._fail(turn, ServerGone(gone, "localllm ps"))
+                self._fail(turn, ServerGone(f"lost the connection to the server at {self.url}", "localllm ps"))
         self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing(total_s=time.monotonic() - begin)))
 
     def _read(self, turn: int, chunks: Iterator[dict[str, Any]], begin: float) -> Done:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from localllm.errors import (
+    SUPPORTED,
     AuthRequired,
     BadModelFile,
     ConfigError,
@@ -289,7 +290,7 @@ def _check_architecture(info: RepoInfo, query: _Query) -> str:
         raise UnsupportedModel(
             f"{info.repo} has the architecture {architecture}, which this version does not support",
             f"localllm chat {near.name if near else 'smollm2'}",
-            why="`localllm catalog` lists models that run here, docs/models.md all architectures",
+            why=SUPPORTED,
         )
     return architecture
 

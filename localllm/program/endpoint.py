@@ -137,8 +137,7 @@ class Endpoint:
         except (*FAILURES, EOFError, LookupError, TypeError) as error:
             if calls is not None and calls.is_stopped:
                 raise Aborted("the program was stopped") from error
-            said = f"no server answers at {self._url}, or not with OpenAI's API ({type(error).__name__})"
-            raise ServerGone(said, "localllm ps") from error
+            raise ServerGone(f"no server answers at {self._url}, or not with OpenAI's API", "localllm ps") from error
 
 
 def _sampling(gen: Gen, how: Sampled) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.text_modules import Projection
-from localllm.errors import UnsupportedModel
+from localllm.errors import SUPPORTED, UnsupportedModel
 
 from .facts import ModelFacts, shared_layers
 from .layers import Dense, Experts, Fusion, LayerFacts
@@ -34,13 +34,12 @@ class Config(ABC):
     KEYS: ClassVar[dict[str, str]]  # layers, hidden, heads, kv_heads, head_dim, inner, eps -> key
     DEFAULT_EPS: ClassVar[float | None] = None
 
-    def __init__(self, checkpoint: Checkpoint, keys: Fields, names: NameMap, source: str, runs: str) -> None:
-        """`source` is the architecture's name in the file, `runs` the supported families for error hints."""
+    def __init__(self, checkpoint: Checkpoint, keys: Fields, names: NameMap, source: str) -> None:
+        """`source` is the architecture's name in the file."""
         self.checkpoint = checkpoint
         self.keys = keys
         self.names = names
         self.source = source
-        self.runs = runs
         self.num_layers = self.size("layers", 1, MAX_LAYERS)
         self.hidden_size = self.size("hidden", 1, MAX_HIDDEN)
         self.num_heads = self.size("heads", 1, MAX_HEADS)
@@ -79,7 +78,7 @@ class Config(ABC):
 
     def unsupported(self, what: str) -> UnsupportedModel:
         """The error for a feature that is not supported."""
-        return unsupported(self.keys.path, what, self.runs)
+        return unsupported(self.keys.path, what)
 
     def attention(self, rope: RopeFacts, **changes: Any) -> Attention:
         """Full attention with the usual scale and the stored biases.
@@ -240,10 +239,10 @@ class Config(ABC):
         """Fields of ModelFacts that each container stores differently: name, tokens, template, license, format."""
 
 
-def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
+def unsupported(path: Path, what: str) -> UnsupportedModel:
     """The error for an unsupported architecture, with a hint at the supported ones."""
     message = f"the architecture {shown(what)} is not supported by this version"
-    hint = f"supported: {runs}; try localllm chat qwen"
-    error = bad(path, message, hint=hint, error=UnsupportedModel)
+    error = bad(path, message, hint="localllm chat qwen", error=UnsupportedModel)
+    error.why = SUPPORTED
     error.context |= {"key": "architecture", "architecture": shown(what)}
     return error

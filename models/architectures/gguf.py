@@ -55,7 +55,7 @@ class GgufConfig(Config):
         "eps": "attention.layer_norm_rms_epsilon",
     }
 
-    def __init__(self, checkpoint: Checkpoint, names: NameMap, runs: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: NameMap) -> None:
         path, metadata = checkpoint.path, checkpoint.metadata
         source = metadata["general.architecture"]
         self.general = Fields(path, metadata)
@@ -64,7 +64,7 @@ class GgufConfig(Config):
         self.is_assistant = source.endswith("-assistant")  # only drafts for another model
         extra = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # included in block_count
         self.extra_layers = 0 if self.is_assistant else extra  # an assistant counts all of its layers there
-        super().__init__(checkpoint, keys, names, source, runs)
+        super().__init__(checkpoint, keys, names, source)
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:
             total = self.num_layers + self.extra_layers

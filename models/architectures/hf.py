@@ -64,7 +64,6 @@ class HfConfig(Config):
         model_type: str,
         defaults: Mapping[str, Any],
         names: NameMap,
-        runs: str,
     ) -> None:
         """`text` is the part of config.json that describes the text model, `model_type` its type."""
         self.model_type = model_type
@@ -72,7 +71,7 @@ class HfConfig(Config):
         self.top = Fields(path, checkpoint.config)
         self.given = Fields(path, text)
         keys = Fields(path, {**defaults, **{key: value for key, value in text.items() if value is not None}})
-        super().__init__(checkpoint, keys, names, source_of(self.top), runs)
+        super().__init__(checkpoint, keys, names, source_of(self.top))
         self.generation = Fields(path.with_name("generation_config.json"), checkpoint.generation_config)
         self.context = keys.integer("max_position_embeddings", 1, MAX_CONTEXT)
 

@@ -154,11 +154,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 _CLASSES = re.compile(r"\w+For(CausalLM|ConditionalGeneration|MaskedLM)|(?!\w*For[A-Z])\w+Model")
 
 
-def runnable() -> str:
-    """The supported families by their common names."""
-    return ", ".join(architecture.label for architecture in ARCHITECTURES)
-
-
 def names() -> tuple[str, ...]:
     """The canonical names of the supported architectures."""
     return tuple(architecture.name for architecture in ARCHITECTURES)
@@ -188,13 +183,13 @@ def _from_gguf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if source in one.gguf_types:
             found = one.names(checkpoint)
-            config = gguf.GgufConfig(checkpoint, found, runnable())
+            config = gguf.GgufConfig(checkpoint, found)
             facts = one.from_gguf(config)
             if config.num_experts and not any(isinstance(layer.ffn, Experts) for layer in facts.layers):
                 what = f"{source} with {config.num_experts} experts (mixture of experts)"
-                raise unsupported(checkpoint.path, what, runnable())
+                raise unsupported(checkpoint.path, what)
             return replace(facts, architecture=one.name), found
-    raise unsupported(checkpoint.path, source or "(empty)", runnable())
+    raise unsupported(checkpoint.path, source or "(empty)")
 
 
 def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
@@ -207,10 +202,10 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     if named or kind == Eagle3Drafter.name:
         model_type = Eagle3Drafter.name  # the file states that of its layers
     elif top.raw("architectures") and not _CLASSES.fullmatch(source):
-        raise unsupported(top.path, f"{source} (no language model head)", runnable())
+        raise unsupported(top.path, f"{source} (no language model head)")
     if "dflash_config" in text or source in Dflash.hf_classes:  # the model type is that of its layers
         if source not in Dflash.hf_classes:
-            raise unsupported(top.path, source, runnable())
+            raise unsupported(top.path, source)
         model_type = model_type if model_type in Dflash.hf_types else Dflash.name
     for one in ARCHITECTURES:
         if model_type in one.hf_wrappers:
@@ -224,8 +219,6 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_types:
             found = one.names(checkpoint)
-            config = hf.HfConfig(
-                checkpoint, one.hf_values(text), model_type, one.hf_types[model_type], found, runnable()
-            )
+            config = hf.HfConfig(checkpoint, one.hf_values(text), model_type, one.hf_types[model_type], found)
             return replace(one.from_hf(config), architecture=one.name), found
-    raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source, runnable())
+    raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source)
