@@ -18,11 +18,12 @@ from localllm.conversation.documents import Document, question
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
 from localllm.interface import Facts
-from localllm.request import Message
+from localllm.request import Message, text_of
 from localllm.terminal import counted
 
 THINK = ("auto", "off", "on", "low", "medium", "high")
 TITLE_CHARS = 60
+BYTES_PER_TOKEN = 4  # of most texts
 
 
 @dataclass(slots=True, eq=False)
@@ -266,9 +267,16 @@ class Conversation:
 
     @property
     def used_tokens(self) -> int:
-        """Context tokens up to the last counted answer of the branch; 0 before it."""
-        counted_turns = (one.usage for one in reversed(self.exchanges) if one.usage.prompt_tokens)
-        return next((usage.prompt_tokens + usage.completion_tokens for usage in counted_turns), 0)
+        """Context tokens up to the last counted answer of the branch, and an estimate for later ones, which ended
+        without being counted, as an interrupted one does."""
+        estimate = 0
+        for one in reversed(self.exchanges):
+            if one.usage.prompt_tokens:
+                return one.usage.prompt_tokens + one.usage.completion_tokens + estimate
+            if one.counts and one.stop:
+                said = [message.get("content") for message in one.round_messages()]
+                estimate += sum(estimated_tokens(text_of(text)) for text in (one.content, *said, one.text))
+        return estimate
 
     @property
     def summary(self) -> str:
@@ -295,6 +303,11 @@ class Conversation:
         cut = line[: TITLE_CHARS - 1]
         word = cut.rfind(" ")
         return (cut[:word] if word > TITLE_CHARS // 2 else cut) + "…"  # some languages have no spaces
+
+
+def estimated_tokens(text: str) -> int:
+    """Roughly the tokens of a text, without a tokenizer."""
+    return -(-len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
 
 
 def template_values(think: str) -> dict[str, Any]:

@@ -118,6 +118,20 @@ def test_tokens_of_an_answer_in_pieces_are_counted_once() -> None:
     assert exchange.stats.startswith("↑ 38 (cached 38)  ↓ 80")
 
 
+def test_an_interrupted_answer_is_estimated_in_the_context() -> None:
+    talk = Conversation()
+    first, second = talk.ask("one"), talk.ask("two " * 10)
+    first.text, first.stop, first.usage = "eins", "stop", Usage(30, 0, 10)
+    second.text = "word " * 40
+    assert talk.used_tokens == 40  # it is still being answered
+    second.stop = "partial"
+    assert talk.used_tokens == 40 + 50 + 10
+    talk.ask("queued")
+    assert talk.used_tokens == 100
+    second.usage = Usage(60, 0, 41)
+    assert talk.used_tokens == 101
+
+
 def test_copying_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clipboard.shutil, "which", lambda name: None)
     monkeypatch.delenv("TMUX", raising=False)

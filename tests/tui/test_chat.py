@@ -560,7 +560,14 @@ async def test_the_context_meter_follows_the_branch() -> None:
         assert f"ctx {first}/100" in running.text("#state") or "goes on from here" in running.text("#state")
         await running.send("long")
         await running.until(lambda: running.answers[-1].exchange.stop)
-        assert running.screen.state.used_tokens > second
+        third = running.screen.state.used_tokens
+        assert third > second
+        running.backend.tps, running.backend.answers = 20, ["one two three"]
+        await running.send("/regen 1")
+        await running.until(lambda: running.screen.current and running.answers[-1].exchange.text)
+        assert running.screen.state.used_tokens <= first
+        await running.until(lambda: running.answers[-1].exchange.stop)
+        assert running.screen.state.used_tokens == first
 
 
 @pytest.mark.slow

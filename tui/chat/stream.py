@@ -140,7 +140,7 @@ class Stream(Turns):
         self.questions.not_loaded(failed)
 
     def _prefill(self, message: AssistantMessage, event: Prefill) -> None:
-        self.state.used_tokens = max(self.state.used_tokens, event.total)
+        self.state.used_tokens = event.total or self.state.used_tokens  # some servers do not tell
         share = event.done / event.total if event.total else 0.0
         now = time.monotonic()
         if event.done == 0 or self._reading is None or event.done < self._reading[1]:

@@ -271,6 +271,7 @@ class Turns(Screen[None]):
     def send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model
         self._saved_at = self._sent_at = time.monotonic()
+        self.state.used_tokens = self.conversation.used_tokens
         values = self.conversation.template_values
         turn = self.session.backend.send(messages, None, values, self.session.offered)
         self.current = turn, message
