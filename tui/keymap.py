@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from textual.binding import Binding
-from textual.keys import format_key
+from textual.keys import KEY_NAME_REPLACEMENTS, Keys, format_key, key_to_character
 
 from localllm.errors import nearest
 from localllm.paths import toml_beside
+
+MODIFIERS = {"ctrl", "shift", "alt", "super", "hyper", "meta"}
+NAMES = {key.value for key in Keys} | {*KEY_NAME_REPLACEMENTS.values()}
 
 
 class Key(NamedTuple):
@@ -36,10 +39,14 @@ class Keymap:
             near = nearest(name, KEYS)
             meant = f"did you mean {near}?" if near else "`localllm chat --list-keys` lists them"
             self.problems.append(f"[keys] {name!r} is not a key binding; {meant}")
-        self.own = {name: keys for name, keys in self.own.items() if name in KEYS and keys.strip()}
+        wrong = [(name, key) for name in self.own if name in KEYS for key in _split(self.own[name]) if not is_key(key)]
+        known = {name: ",".join(filter(is_key, _split(keys))) for name, keys in self.own.items() if name in KEYS}
+        self.own = {name: keys for name, keys in known.items() if keys}
+        for name, key in wrong:
+            self.problems.append(f"[keys] {name}: {key!r} is not a key; {self.keys(name)[0]} is used")
 
     def keys(self, name: str) -> tuple[str, ...]:
-        return tuple(key.strip() for key in self.own.get(name, KEYS[name].keys).split(",") if key.strip())
+        return tuple(_split(self.own.get(name, KEYS[name].keys)))
 
     def label(self, name: str) -> str:
         """The first key of a binding, as displayed: ^P, F1, esc."""
@@ -51,6 +58,17 @@ class Keymap:
     def browse(self) -> dict[str, str]:
         """Key -> id for browse mode."""
         return {key: name for name in KEYS if KEYS[name].where == "browse" for key in self.keys(name)}
+
+
+def _split(keys: str) -> list[str]:
+    return [key.strip() for key in keys.split(",") if key.strip()]
+
+
+def is_key(text: str) -> bool:
+    """Whether a terminal may send this key: `ctrl+x`, `f5`, `escape`, `g`, `slash`, `upper_n`."""
+    *modifiers, last = text.split("+")
+    character = key_to_character(last.removeprefix("upper_")) or "\0"
+    return (last in NAMES or character.isprintable()) and MODIFIERS.issuperset(modifiers)
 
 
 def shown(key: str) -> str:

@@ -13,6 +13,7 @@ from textual.geometry import Region
 from textual.widgets import OptionList
 
 from localllm.history.store import History
+from localllm.tui.keymap import KEYS, VIM, is_key
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.terminal_input import InputParser
@@ -327,3 +328,25 @@ async def test_enter_right_behind_the_letters_that_leave_the_first_screen_sends_
         running.app.post_message(Key("enter", "\r"))
         await running.until(lambda: running.screen.conversation.exchanges)
         assert running.screen.conversation.exchanges[0].user == "hello" and not running.prompt.text
+
+
+async def test_a_key_that_does_not_exist_leaves_the_default_one() -> None:
+    own = {"chat.stop": "esc,notakey", "app.help": "ctl+x, f2", "foo.bar": "escape"}
+    async with chat(keys=own, tps=20) as running:
+        await running.ready()
+        told = notices(running).split("\n")
+        assert "! [keys] chat.stop: 'notakey' is not a key; escape is used" in told
+        assert "! [keys] app.help: 'ctl+x' is not a key; f2 is used" in told
+        assert any("'foo.bar' is not a key binding" in line for line in told)
+        await running.send("long")
+        await running.until(lambda: running.screen.current is not None)
+        await running.until(lambda: "esc stop · F2 help" in running.text("#keys"))
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.conversation.exchanges[0].stop == "abort")
+
+
+def test_every_key_that_is_bound_exists() -> None:
+    bound = (*(key.keys for key in KEYS.values()), *VIM.values())
+    assert all(is_key(key) for keys in bound for key in keys.split(","))
+    assert all(map(is_key, ("ctrl+shift+a", "super+k", "slash", "G", "é", "f24", "-")))
+    assert not any(map(is_key, ("esc", "Escape", "notakey", "ctl+x", "ctrl+", "f99", "pgup", "")))
