@@ -443,7 +443,7 @@ class _Writer:
             if not ling:
                 self.matrix(f"{base}.ssm_{name}_b", inner, s.state, kind="Q8_0")
         self.matrix(f"{base}.ssm_beta", s.value_heads, s.hidden, kind="Q8_0")
-        rates = self.random.uniform(0.5, 8, (s.value_heads, 1)).astype(np.float32)
+        rates = self.random.uniform(0.5, 8, (s.value_heads, 1)[: 1 + (s.arch != "glm5-next")]).astype(np.float32)
         self.file.add_tensor(f"{base}.ssm_a", rates if ling else -rates)
         self.vector(f"{base}.ssm_dt.bias", inner, deviation=1.0)
         self.norm(f"{base}.ssm_norm", s.state)
