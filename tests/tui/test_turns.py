@@ -361,8 +361,9 @@ async def test_another_model_during_an_answer_stops_it_and_takes_what_is_queued(
         await running.until(lambda: len(running.backend.started) == 2)
         await running.until(lambda: "stopped by you · /continue" in stats(running.answers[0]))
         assert "sent when the model is free" in running.text("UserMessage.-queued .queued")
-        assert "stop" not in running.text("#keys") and running.screen.phase == "loading"
-        await running.until(lambda: running.screen.conversation.exchanges[-1].stop)
+        await running.until(lambda: "stop" not in running.text("#keys"))
+        assert running.screen.phase == "loading"
+        await running.until(lambda: "↑" in stats(running.answers[-1]))
         first, last = running.screen.conversation.exchanges
         assert (first.stop, last.stop, last.model) == ("abort", "stop", "fake-other")
         assert [m["content"] for m in running.backend.sent[-1][0]] == ["long", first.text, "queued"]
