@@ -20,6 +20,7 @@ from localllm.tui.terminal_input import InputParser
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
 from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
 
 from .conftest import chat
@@ -49,6 +50,24 @@ async def test_a_terminal_that_was_too_small_for_a_while_keeps_keys_and_draft() 
         await running.until(lambda: not running.screen.query_one("#small").display)
         await running.pilot.press("c")
         assert running.prompt.text == "abc"
+
+
+async def test_nothing_is_drawn_next_to_the_words_that_the_terminal_is_too_small() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!oom")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.pilot.press("/")
+        await running.until(lambda: running.screen.query_one(Hints).display)
+        for size in ((39, 12), (80, 11), (20, 3)):
+            await running.pilot.resize_terminal(*size)
+            await running.until(lambda: running.screen.query_one("#small").display)
+            await running.pilot.pause()
+            assert "".join(running.drawn).split() == ["terminal", "too", "small", "(40×12)"]
+        await running.pilot.resize_terminal(80, 24)
+        await running.until(lambda: any("/model" in line for line in running.drawn))
+        assert not any("too small" in line for line in running.drawn)
+        assert running.prompt.text == "/"
 
 
 async def test_a_question_of_the_program_takes_no_letters_until_tab() -> None:
