@@ -199,7 +199,7 @@ def _picked(session: Session, what: str) -> tuple[str, str]:
         found, kind, which, usage = blocks, "code block", what.removeprefix("code").strip(), "/copy code 1"
     else:
         found, kind, which = [one.text for one in answers], "answer", what
-        usage = "/copy, /copy 2, /copy code, /copy all"
+        usage = f"/copy, /copy {len(found)}, /copy code, /copy all"
     if which and (not which.isdigit() or not 1 <= int(which) <= len(found)):
         where = "the last answer" if kind == "code block" else "this chat"
         raise ConfigError(f"/copy {what}: {where} has {counted(len(found), kind)}", usage)

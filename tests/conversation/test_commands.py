@@ -103,6 +103,9 @@ def test_what_is_copied() -> None:
     with pytest.raises(ConfigError):
         say("/copy")
     talk.ask("q1").text = "a1"
+    with pytest.raises(ConfigError) as caught:
+        say("/copy 99")
+    assert caught.value.hint.startswith("/copy, /copy 1,")
     talk.ask("q2").text = "see\n```py\nx = 1\n```\nand\n```\ny\n"
     assert say("/copy 1") == "answer 1: a1"
     assert say("/copy code") == "the last code block: y"
