@@ -46,10 +46,17 @@ class DrafterModel:
         found, length = [], max(batch.seq_lens)
         for group, rope in self.views:
             pages = batch.groups[group]
-            found.append((*rope.rows(batch.positions, length), pages.block_table, pages.slot_mapping))
+            found.append((*rope.rows(batch.positions, length), readable(pages.block_table), pages.slot_mapping))
         return found
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """x over its last dimension."""
     return rms_norm(x, norm.weight, norm.eps)
+
+
+def readable(block_table: Tensor) -> Tensor:
+    """Block tables for a drafter, which lags behind the model: pages that left the model's window may be in its own.
+    It sees others' tokens there, which can make a draft worse, but never an answer.
+    """
+    return block_table.clamp(min=0)

@@ -20,7 +20,7 @@ from localllm.kernels.layer_weights import HyperWeights, MixedWeights
 
 from .architectures.facts import ModelFacts, layer_views
 from .architectures.layers import MIXER, Fusion
-from .drafter import normed
+from .drafter import normed, readable
 from .inputs import ForwardBatch
 from .kv_cache import KVCache
 from .layers import LayerReader, load_layer
@@ -84,7 +84,7 @@ def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, w
         x = (each + own.projection(embedded).unsqueeze(1)).flatten(1)
     group, rope = own.view
     pages = batch.groups[group]
-    view = (*model.turned(rope, batch), pages.block_table, pages.slot_mapping)
+    view = (*model.turned(rope, batch), readable(pages.block_table), pages.slot_mapping)
     lens = batch.cu_query_lens, batch.seq_lens_tensor
     x = model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted)
     return x if own.final is not None or own.norm is None else normed(x, own.norm)

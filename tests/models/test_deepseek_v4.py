@@ -27,6 +27,7 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.planner import Planner
 from localllm.quant.encode import Target, encode
+from localllm.request import Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
@@ -148,6 +149,28 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable,
         engine = engine_of(ours, buckets)
         checked = Checked(engine, 3)
         assert answers(engine, requests(1)) == expected and checked.seen
+
+
+def test_its_head_reads_no_page_that_left_the_window(
+    tiny: Callable, tiny_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs a token behind the model: the first token of its window may be on a page that is gone."""
+    monkeypatch.setattr(f"{engine_of.__module__}.CONTEXT", 240)
+    with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    asked = [Request([5] * 130, SamplingParams(temperature=0, max_tokens=60))]
+    expected, tables, whole = answers(engine_of(ours), asked), [], ours.table.decoder
+
+    def decoder(x: Tensor, calls: Any, kept: Any, views: Any, *given: Any, **more: Any) -> Tensor:
+        if ours.predictor is not None and calls is ours.predictor.calls:
+            tables.append(views[0][2])
+        return whole(x, calls, kept, views, *given, **more)
+
+    ours.table = replace(ours.table, decoder=decoder)
+    engine = engine_of(ours)
+    checked = Checked(engine, 3)
+    assert answers(engine, asked) == expected and checked.seen
+    assert len(tables) > 20 and min(int(table.min()) for table in tables) >= 0
 
 
 def test_a_head_with_entries_is_not_used(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
