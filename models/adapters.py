@@ -78,7 +78,8 @@ class Adapters:
         self._device, self._plain = device, tuple(calls)
         self._rows, self._wanted = AdapterRows(), AdapterRows()
         self._additions: dict[tuple[int, str, str], Additions] = {}
-        self._targets: dict[tuple[int, str], _Target] = {}
+        # (layer, module) -> its rows in each product that has it: several where layers run several times
+        self._targets: dict[tuple[int, str], dict[tuple[int, str, str], _Target]] = {}
         self._make = additions(device, deterministic, exact)
         self.calls: tuple[LayerCall, ...] = tuple(self._with_places(number) for number in range(len(calls)))
 
@@ -108,7 +109,8 @@ class Adapters:
                 for name in module.names if plain_layout or not module.names[-1].startswith("blk.") else ():
                     match = _MODULE.fullmatch(name)
                     if match is not None:
-                        self._targets[int(match[2]), match[3]] = _Target(key, first, module, shape[1])
+                        places = self._targets.setdefault((int(match[2]), match[3]), {})
+                        places[key] = _Target(key, first, module, shape[1])
                 first += module.rows
         return replace(weights, **changed)
 
@@ -126,29 +128,30 @@ class Adapters:
         """
         found: defaultdict[tuple[int, str, str], list[tuple[_Target, StoredUpdate]]] = defaultdict(list)
         for update in file.updates:
-            target = self._target(file, update)
-            found[target.linear].append((target, update))
+            for target in self._places(file, update):
+                found[target.linear].append((target, update))
         digest = blake2b(digest_size=16)
         pieces = {key: tuple(self._pieces(key, file, each, digest)) for key, each in found.items()}
         return AdapterWeights(pieces, digest.hexdigest())
 
-    def _target(self, file: AdapterFile, update: StoredUpdate) -> _Target:
+    def _places(self, file: AdapterFile, update: StoredUpdate) -> list[_Target]:
         match = _MODULE.fullmatch(update.module)
         known = match is not None and match[1] in _TEXT
-        target = self._targets.get((int(match[2]), match[3])) if known and match is not None else None
+        places = self._targets.get((int(match[2]), match[3])) if known and match is not None else None
         made_for = f"; it was made for {file.base}" if file.base else ""
-        if target is None:
+        if places is None:
             vocabulary = update.module.endswith(("embed_tokens", "lm_head"))
             what = "the adapter changes the vocabulary" if vocabulary else "this model has no such linear module"
             hint = "use an adapter that changes only this model's attention and feed-forward layers"
             raise bad(file.file.path, what + made_for, key=update.down.name, hint=hint, error=UnsupportedFormat)
+        target, *others = places.values()
         expected = {update.down: (update.rank, target.inputs), update.up: (target.module.rows, update.rank)}
         for tensor, shape in expected.items():
             if tensor.shape != shape:
                 what = f"has shape {list(tensor.shape)}, but this model needs {list(shape)}{made_for}"
                 raise bad(file.file.path, what, key=tensor.name, hint="use it with the model it was made for",
                           error=BadModelFile)  # fmt: skip
-        return target
+        return [target, *others]
 
     def _pieces(
         self,

@@ -83,8 +83,9 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
     if any(isinstance(layer.mixer, LatentAttention) for layer in facts.layers):
         message = f"{facts.name} has latent attention, which cannot be calibrated"
         raise UnsupportedModel(message, "quantize it with --calib none")
-    if facts.hyper is not None:
-        message = f"{facts.name} has hyper-connections, which cannot be calibrated"
+    if facts.hyper is not None or facts.loops > 1:
+        what = "layers that run several times" if facts.hyper is None else "hyper-connections"
+        message = f"{facts.name} has {what}, which cannot be calibrated"
         raise UnsupportedModel(message, "quantize it with --calib none")
     loading = Loading(source, Shard(facts), LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():

@@ -21,7 +21,7 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference
 from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, rows_within, weight_rows
-from localllm.kernels.layer_weights import HeadWeights, Linear
+from localllm.kernels.layer_weights import HeadWeights, Linear, MlpWeights
 from localllm.kernels.registry import SEGMENTS
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.table import PLAIN, KernelTable, implementations, kernel_table
@@ -104,7 +104,7 @@ class Loading(Reader):
         shapes = model_shapes(facts, self.op_facts())
         table = self.op_table(shapes)
         embedding, linear = self.tables()
-        layers = [load_layer(self, index) for index in range(*self.span)]
+        layers = [load_layer(self, index) for index in range(*self.span)] if facts.loops == 1 else self.looped()
         norm = None
         if facts.final_norm:  # `logit_scale` is folded into its weight
             norm = self.norm("model.norm", facts.hidden_size, has_offset=facts.final_offset)
@@ -136,6 +136,16 @@ class Loading(Reader):
             return model  # only rank 0 reads images
         model.tower = None if facts.vision is None else self.tower(facts.vision)
         return model
+
+    def looped(self) -> list[DecoderLayer]:
+        """Load layers that run several times: one set of weights, with another norm where a loop ends."""
+        facts = self.facts
+        own = [load_layer(self, index) for index in range(len(facts.stored_layers))]
+        last = own[-1]
+        assert isinstance(last.ffn, MlpWeights)
+        whole = replace(last, ffn=replace(last.ffn, sum_norm=None))
+        return [whole if layer is last and of_layer.norms.over_ffn is None else layer
+                for layer, of_layer in zip(own * facts.loops, facts.layers, strict=True)]  # fmt: skip
 
     def op_table(self, shapes: ModelShapes) -> KernelTable:
         """The fastest implementations of the ops that pass their self-tests."""

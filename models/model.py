@@ -398,4 +398,5 @@ class Model:
     def weight_bytes(self) -> int:
         """Bytes of all prepared weights; a table shared by embedding and head counts once."""
         extra = sum(part.nbytes for part in (self.tower, self.predictor) if part is not None)
-        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + nbytes_of(self.head) + extra
+        stored = self.layers[: len(self.layers) // self.facts.loops]
+        return self.embedding.nbytes + sum(layer.nbytes for layer in stored) + nbytes_of(self.head) + extra

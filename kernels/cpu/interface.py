@@ -123,7 +123,7 @@ class CMlpLayer(ctypes.Structure):
     _fields_ = [
         *_each(c_int64, "hidden intermediate act alone"),
         ("limit", c_double),
-        *_each(CNorm, "norm post_norm"),
+        *_each(CNorm, "norm post_norm sum_norm"),
         *_each(CLinear, "gate_up down"),
     ]
 

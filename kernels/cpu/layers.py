@@ -264,7 +264,7 @@ def mlp_layer(w: MlpWeights) -> Layer | None:
     """`ll_mlp_layer`."""
     kept: list[Any] = []
     gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    known = w.activation in _GATED and has_only(w, FUSED_MLP, "norm")
+    known = w.activation in _GATED and has_only(w, FUSED_MLP | {"sum_norm"}, "norm")
     if gate_up is None or down is None or w.norm is None or not known:
         return None
     struct = CMlpLayer(
@@ -275,6 +275,7 @@ def mlp_layer(w: MlpWeights) -> Layer | None:
         limit=w.limit or 0.0,
         norm=_norm(w.norm, kept),
         post_norm=_norm(w.post_norm, kept),
+        sum_norm=_norm(w.sum_norm, kept),
         gate_up=gate_up,
         down=down,
     )

@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int64_t hidden, intermediate, act, alone; /* alone: x is not added */
     double limit; /* as in `ll_experts_layer` */
-    ll_norm norm, post_norm;
+    ll_norm norm, post_norm, sum_norm; /* sum_norm: of x after the output is added */
     ll_linear_op gate_up, down;
 } ll_mlp_layer;
 
@@ -131,6 +131,7 @@ static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, 
         }
         hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, (int)l->alone, acted, rows, x, normed)) return -1;
+        if (l->sum_norm.weight) norm_into(&l->sum_norm, x, rows, l->hidden, x);
     }
     return 0;
 }

@@ -19,7 +19,7 @@ from localllm.config import EngineOptions
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
-from localllm.models.architectures.facts import ModelFacts, repeated
+from localllm.models.architectures.facts import ModelFacts, count_linear_params, repeated
 from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.registry import understand
@@ -59,6 +59,9 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     shape = candidate.shape
     if candidate.config:
         facts = replace(_described(candidate.config), **_own_of(candidate))
+        if facts.loops > 1:
+            again = (facts.loops - 1) * count_linear_params(facts) / facts.num_params
+            facts = replace(facts, active_share=facts.active_share + again)
         if facts.inputs is None:
             return facts
         unread = facts.weight_bytes - int(facts.weight_bytes * facts.active_share)  # rows of a second embedding

@@ -153,7 +153,7 @@ class _Work:
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
         layers: list[dict[str, str]] = []
-        for index, facts in enumerate(self.checkpoint.facts.layers):
+        for index, facts in enumerate(self.checkpoint.facts.stored_layers):
             layer = {}
             for module, shape in linear_shapes(facts, self.checkpoint.facts.hidden_size).items():
                 name = self.checkpoint.names.source(f"model.layers.{index}.{module}")

@@ -16,6 +16,7 @@ from localllm.checkpoint.shards import BLOCK
 from localllm.checkpoint.text_modules import Projection
 
 from .layers import (
+    LOOP_NORM,
     Assistant,
     DFlash,
     Eagle3,
@@ -48,6 +49,7 @@ class ModelFacts:
     max_context: int  # tokens
     rms_norm_eps: float
     layers: tuple[LayerFacts, ...]  # equal layers are the same object
+    loops: int = 1  # how often the stored layers run; `layers` holds them once for each time
     norm_offset: float = 0.0  # added to every norm weight at load: 1.0 for Gemma's safetensors (GGUF has it baked in)
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
@@ -67,7 +69,8 @@ class ModelFacts:
     predictor: LayerFacts | None = None
     predictor_bytes: int = 0  # stored bytes of the MTP head
     predictor_flaw: str = ""  # why `predictor` is None although the configuration declares an MTP head
-    active_share: float = 1.0  # share of the weights read for one token; below 1 in a mixture of experts
+    # share of the weights read for one token; below 1 in a mixture of experts, above 1 where layers run several times
+    active_share: float = 1.0
     pooling: str = ""  # of embedding models: mean | cls | last; "": the model generates text
     projections: tuple[Projection, ...] = ()  # dense layers applied to pooled vectors
     entry: Entry | None = None
@@ -90,6 +93,11 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def stored_layers(self) -> tuple[LayerFacts, ...]:
+        """The layers with weights of their own."""
+        return self.layers[: len(self.layers) // self.loops]
 
     @property
     def only_drafts(self) -> bool:
@@ -281,7 +289,7 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 def count_linear_params(facts: ModelFacts) -> int:
     """Elements of all layers' linear modules."""
-    return sum(times * _linear_params(layer, facts.hidden_size) for layer, times in facts.kinds)
+    return sum(times * _linear_params(layer, facts.hidden_size) for layer, times in facts.kinds) // facts.loops
 
 
 @lru_cache(maxsize=1024)  # a list of models is planned a thousand times, and a layer may have a thousand modules
@@ -326,8 +334,9 @@ def expert_share(facts: ModelFacts) -> float:
 def count_params(facts: ModelFacts) -> int:
     """Count the parameters of the text model; a tied head counts once."""
     hidden = facts.hidden_size
-    sizes = ((times, shape) for layer, times in facts.kinds for shape in vector_shapes(layer, hidden).values())
-    vectors = sum(times * math.prod(shape) for times, shape in sizes)
+    sizes = (shape for layer in facts.stored_layers for name, shape in vector_shapes(layer, hidden).items()
+             if not name.startswith(LOOP_NORM))  # fmt: skip
+    vectors = sum(math.prod(shape) for shape in sizes)
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
     own = facts.follower
     if own is not None:

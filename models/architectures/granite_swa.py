@@ -23,7 +23,7 @@ class GraniteSwa(Architecture):
     """Layers may differ in the base of RoPE; a base of 0 means none."""
 
     name = "granite_swa"
-    label = "Granite SWA (dense and MoE)"
+    label = "Granite SWA"
     hf_types = {
         "granite_swa": DEFAULTS
         | {"vocab_size": 100_352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24}

@@ -169,6 +169,9 @@ class Experts:
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
 
 
+LOOP_NORM = "loop_norm"  # stands for the final norm where it follows a layer that is not the last one
+
+
 @dataclass(frozen=True)
 class Norms:
     """The norms of a layer, by canonical name below `model.layers.{i}.`.

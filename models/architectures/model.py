@@ -85,6 +85,9 @@ class OpenModel(Checkpoint):
         decoded += sum(3 * math.prod(shape) for shape in half)  # FP8 in half blocks becomes float32
         facts = self._with_predictor(facts, held)
         idle = sum(count * held[self.names.source(module)] for module, count in idle_experts(facts).items())
+        if facts.loops > 1:
+            own = set[str]().union(*(self._modules(facts, index) for index in range(len(facts.stored_layers))))
+            idle -= (facts.loops - 1) * sum(held[module] for module in own)
         return replace(
             facts,
             num_params=count_params(facts),

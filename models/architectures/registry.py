@@ -53,6 +53,7 @@ from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .muse_glimmer import MuseGlimmer
 from .names import NameMap
+from .nanbeige import Nanbeige
 from .nemotron import Nemotron
 from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
@@ -107,6 +108,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     HyperClovaX(),
     GraniteHybrid(),
     GraniteSwa(),
+    Nanbeige(),
     Nemotron(),
     NemotronH(),
     Olmo2(),

@@ -107,6 +107,8 @@ def refusal(facts: ModelFacts, world: int) -> str:
     """Why a model cannot be split across `world` ranks; "" if it can."""
     if facts.hyper is not None:
         return "hyper-connections, which mix all values of all residual streams"
+    if facts.loops > 1:
+        return "layers that run several times"
     for layer, _ in facts.kinds:
         found = _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
@@ -152,7 +154,7 @@ def check_world(facts: ModelFacts, world: int) -> None:
     if not found:
         return
     others = _worlds(facts)
-    in_layers = "--split layers" if facts.inputs is None and facts.hyper is None else "one GPU"
+    in_layers = "--split layers" if facts.inputs is None and facts.hyper is None and facts.loops == 1 else "one GPU"
     raise ConfigError(
         f"tensor_parallel {world}: {facts.name} has {found}, which cannot be split across {world} ranks",
         f"use --tensor-parallel {' or '.join(others)}, or {in_layers}" if others else f"use {in_layers}",
@@ -172,6 +174,8 @@ def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
         raise ConfigError(f"split layers: all layers of {facts.name} need its per-layer embeddings", hint)
     if facts.hyper is not None:
         raise ConfigError(f"split layers: {facts.name} has several residual streams, which ranks do not exchange", hint)
+    if facts.loops > 1:
+        raise ConfigError(f"split layers: the layers of {facts.name} run several times with the same weights", hint)
     for index in range(*span):
         source = getattr(facts.layers[index].mixer, "shares_kv_with", None)
         if source is not None and source not in range(*span):

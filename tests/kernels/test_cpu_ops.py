@@ -141,6 +141,7 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
         Linear((linear(64, 96, impl, True),)),
         "gelu_tanh" if kind == "post norms" else "silu",
         weights.post_norm,
+        sum_norm=norm(64) if kind in ("plain", "post norms") else None,
     )
     for tokens in (1, 3, 20):
         x = torch.randn(tokens, 64)

@@ -89,7 +89,7 @@ OWN = {
 }  # fmt: skip
 # whose converter permutes rows of q and k
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
-PERMUTED += ("granite_swa", "muse-glimmer", "eagle3")
+PERMUTED += ("granite_swa", "muse-glimmer", "eagle3", "nanbeige")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -118,6 +118,9 @@ def write_gguf(
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     if config.get("nextn"):
         writer.add_nextn_predict_layers(config["nextn"])
+    if arch == "nanbeige":
+        writer.add_uint32("nanbeige.num_loops", config["num_loops"])
+        writer.add_bool("nanbeige.skip_loop_final_norm", config.get("skip_loop_final_norm", False))
     if arch in ("kimi-linear", "bailingmoe3"):
         config, tensors = _kimi(writer, config, tensors)
     if arch == "glm5-next":

@@ -122,7 +122,9 @@ def test_every_entry_can_be_planned(candidate: catalog.Candidate) -> None:
     assert made is not None and made.fits
     kept = candidate.kv_fixed_bytes + 8192 * candidate.kv_bytes_per_token
     assert candidate.shape or candidate.config or made.sequence_bytes == pytest.approx(kept, rel=0.02)
-    assert made.read_bytes <= candidate.download_bytes * candidate.active_params / candidate.params
+    facts = fit.facts_of(candidate)
+    again = 1 if facts is None else facts.loops  # layers that run several times are read as often
+    assert made.read_bytes <= again * candidate.download_bytes * candidate.active_params / candidate.params
     assert fit.judge(Planner(large), 2048)(candidate)[0] is not bool(candidate.needs)
 
 
