@@ -365,7 +365,8 @@ def _supports(x: Tensor, weights: CompressedWeights, window: KVPages, entries: K
         return False
     if weights.index is not None and (entries is None or _unit(window, entries) != weights.ratio):
         return False
-    return window.k.is_contiguous() and weights.head_dim % 2 == 0
+    widths = (weights.head_dim, *(pool.norm.weight.shape[0] for pool in weights.pools))
+    return window.k.is_contiguous() and not any(width % 2 for width in widths)
 
 
 def _unit(window: KVPages, entries: KVPages) -> int:

@@ -112,3 +112,12 @@ def test_layers_with_other_options_are_composed(device: torch.device) -> None:
     x = torch.ones(1, HIDDEN, device=device).half()
     changed = replace(weights, interleaved=False)
     assert compressed.compressed_attention(lambda *_: "composed", x, changed, pages, *views) == "composed"
+
+
+def test_index_keys_of_odd_size_are_composed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels rotate pairs."""
+    monkeypatch.setattr(f"{layer.__module__}.INDEX", 17)
+    weights = layer(4, device, IMPL)
+    pages, views = pages_of("fp16", weights, device), views_of([(1, 40)], device)
+    x = torch.ones(1, HIDDEN, device=device).half()
+    assert compressed.compressed_attention(lambda *_: "composed", x, weights, pages, *views) == "composed"
