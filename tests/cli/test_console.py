@@ -365,9 +365,27 @@ def test_long_silent_work_is_told_of_off_a_terminal(monkeypatch: pytest.MonkeyPa
     lines = progress.make_progress(Console(stderr=written), "plain", "tiny")
     for at in range(0, 30, 2):
         now[0] = at
-        lines.update(Told("quantize", at, 30))
+        lines.update(Told("weights", at, 30))
         lines.tick()
     now[0] = 45.0
     lines.tick()
     said = written.getvalue().splitlines()
-    assert said[0] == "loading tiny" and "quantizing 6 of 30" in said and said[-1] == "quantizing: 45 s so far"
+    assert said[0] == "loading tiny" and "weights 6 of 30" in said and said[-1] == "weights: 45 s so far"
+
+
+def test_quantizing_is_told_in_percent_not_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.frame import progress
+
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    written = io.StringIO()
+    lines = progress.make_progress(Console(stderr=written), "plain", "tiny")
+    for at in range(0, 31, 6):
+        now[0] = at
+        lines.update(Told("quantize", at << 20, 30 << 20, f"layer {at}/30"))
+    said = written.getvalue().splitlines()
+    assert said[:2] == ["quantizing tiny", "quantizing: 20 %, layer 6/30"]
+    written.truncate(written.seek(0))
+    bar = progress.make_progress(Console(stderr=written), "bar", "tiny")
+    bar.update(Told("quantize", 15 << 20, 30 << 20, "layer 15/30"))
+    assert "Quantizing  tiny  " in written.getvalue() and "layer 15/30" in written.getvalue()

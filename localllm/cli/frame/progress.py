@@ -161,12 +161,15 @@ class PlainProgress(Progress):
                 self._console.say(f"built the kernels in {seconds_short(now - began)}")
                 is_due = True
             if not self._loading:
-                verb = "checking" if phase.name == "verify" else "loading"
+                verb = phase.label if phase.name in ("verify", "calibrate", "quantize") else "loading"
                 self._console.say(f"{verb} {self._title}".rstrip())
             elif phase.name == "compile":
                 self._console.say("building the kernels for this CPU (first use only)")
             elif not is_due:
                 return
+            elif phase.name == "quantize":  # counted in bytes
+                percent = phase.done * 100 // max(1, phase.total)
+                self._console.say(f"quantizing: {percent} %, {clean_line(phase.detail)}")
             elif phase.name == self._loading:
                 self._console.say(f"{clean_line(phase.label)} {phase.done:,} of {phase.total:,}")
             else:
@@ -255,6 +258,8 @@ class BarProgress(Progress):
             return f"Answering  {self._title}  {_bar(phase.done, phase.total, 24)}  {phase.done:,}/{phase.total:,}"
         if phase.name == "verify":
             return f"Checking  {self._title}  {_bar(phase.done, phase.total, 24)}"
+        if phase.name == "quantize":
+            return f"Quantizing  {self._title}  {_bar(phase.done, phase.total, 24)}  {clean_line(phase.detail)}"
         label = clean_line(phase.label)
         if phase.name == "resolve":
             return f"Looking up {clean_line(phase.detail)}"
