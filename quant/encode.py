@@ -52,7 +52,11 @@ class Target:
         if self.group_size == 0:
             object.__setattr__(self, "group_size", allowed[0])
         elif self.group_size not in allowed:
-            raise ValueError(f"{self.name} has group sizes {', '.join(map(str, allowed))}, not {self.group_size}")
+            fixed = f"{self.name} has a fixed group size; it takes none, not {self.group_size}"
+            sizes = ", ".join(map(str, sorted(allowed)))
+            raise ValueError(
+                fixed if len(allowed) == 1 else f"{self.name} has group sizes {sizes}, not {self.group_size}"
+            )
 
     def fits(self, n: int, k: int) -> str | None:
         """None, or why a weight [n, k] is not quantized."""

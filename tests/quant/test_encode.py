@@ -146,3 +146,12 @@ def test_compressed_tensors_reads_what_is_written(package: SimpleNamespace, name
     ours = dequantize(encoded)
     # the package computes in the type of the scales: bfloat16, half a unit of 2^-8 and for nvfp4 one more
     assert torch.allclose(theirs, ours, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("fp8", "fp8 has a fixed group size; it takes none, not 3"), ("int4", "int4 has group sizes 32, 64, 128, not 3")],
+)
+def test_a_wrong_group_size_is_said_in_words(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Target(name, 3)
