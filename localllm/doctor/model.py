@@ -12,7 +12,7 @@ from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.gguf_types import SCALE_OFFSETS, TENSOR_TYPES
 from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
-from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
+from localllm.errors import REPAIR, BadModelFile, LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved, catalog
 from localllm.interface import Check
 from localllm.models.architectures import ModelFacts, OpenModel, open_model, registry
@@ -51,7 +51,8 @@ def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
         rest.append(("arch", fail(error.message, fix=error.hint)))
     except LocalLLMError as error:
         known = resolved.pulled_as
-        repair = f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
+        hint = error.about("", known).hint if isinstance(error, BadModelFile) else error.hint
+        repair = f"localllm pull {known} --repair" if known else hint or "localllm ls --all"
         files = fail(error.message, fix=repair)
     yield "files", files
     yield from rest

@@ -13,11 +13,12 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import one_of
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
-from localllm.cli.names import local
+from localllm.cli.names import local, opened
 from localllm.config import KEYS
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
+    from localllm.hub import Resolved
     from localllm.quality.evaluate import Quality
 
 
@@ -79,9 +80,9 @@ def compare(
     from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
     words = sample_text("evaluation") if text is None else read_text(text, "--text")
-    path = str(local(env, env.config, model).path)
-    base = str(local(env, env.config, against).path) if against is not None else path
-    ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
+    models = [local(env, env.config, name) for name in (model, against) if name is not None]
+    path, base = str(models[0].path), str(models[-1].path)
+    ctx = min(WINDOW + 1, *map(_max_context, models))
     options = replace(env.config.engine, ctx=ctx, max_parallel=1)
     # keep the stored weights even if smaller ones fit better: a weaker reference would flatter the model under test
     exact = replace(options, dtype="float32", kv="f32", quant="", activations="auto")
@@ -104,10 +105,8 @@ def compare(
     return watched(env, clean_line(model), work)
 
 
-def _max_context(path: str) -> int:
-    from localllm.models.architectures import open_model
-
-    with open_model(path) as checkpoint:
+def _max_context(resolved: Resolved) -> int:
+    with opened(resolved, "off") as checkpoint:
         return checkpoint.facts.max_context
 
 

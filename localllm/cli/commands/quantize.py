@@ -14,7 +14,7 @@ from localllm.cli.commands.eval import compare, print_table
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
-from localllm.cli.names import local
+from localllm.cli.names import local, opened
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
@@ -60,11 +60,14 @@ def quantize(
     from localllm.quant.encode import Target
 
     console = env.console
-    source = Path(str(local(env, env.config, model).path))
+    resolved = local(env, env.config, model)
+    source = Path(str(resolved.path))
     try:
         target = Target(to, group)
     except ValueError as error:
-        raise ConfigError(str(error), "localllm quantize MODEL --to int4") from None
+        raise ConfigError(str(error), f"localllm quantize {clean_line(shlex.quote(model))} --to int4") from None
+    with opened(resolved, "off"):  # damage is named before anything is written, with a hint that fits the source
+        pass
     name = label(source).rpartition("/")[2].removesuffix(".safetensors")
     folder = (out or paths.models_dir() / f"{name}-{to}").expanduser()
     device = "cuda" if torch.cuda.is_available() else "cpu"
