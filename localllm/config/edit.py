@@ -27,8 +27,13 @@ def set_key(path: str, text: str, file: Path | None = None) -> Any:
 
 
 def unset_key(path: str, file: Path | None = None) -> bool:
-    """Remove a key from the file; return False when it was not there. Raises ConfigError as `set_key` does."""
-    return _change(file, _split(path)[0], None)
+    """Remove a key or a whole preset (`presets.NAME`) from the file; return False when it was not there.
+
+    Raises ConfigError as `set_key` does.
+    """
+    table, *names = path.split(".")
+    whole = table == "presets" and len(names) == 1 and names[0]
+    return _change(file, [table, *names] if whole else _split(path)[0], None)
 
 
 def _change(file: Path | None, parts: list[str], value: Any) -> bool:
@@ -49,7 +54,7 @@ def _change(file: Path | None, parts: list[str], value: Any) -> bool:
         table[parts[-1]] = value
     elif table.pop(parts[-1], None) is None:
         return False
-    elif parts[0] == "presets" and not table.as_string().strip():  # drop a preset without keys
+    elif parts[0] == "presets" and len(parts) == 3 and not table.as_string().strip():  # drop a preset without keys
         del document[parts[0]][parts[1]]
     _write(file, document.as_string())
     return True

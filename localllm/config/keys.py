@@ -355,6 +355,8 @@ def find_key(path: str) -> Key:
     """The key at a path. Raises ConfigError with the nearest name for an unknown one."""
     if path in KEYS:
         return KEYS[path]
+    if path in SECTIONS:
+        raise ConfigError(f"{path!r} is a table, not a setting", "localllm config list", context={"key": path})
     near = nearest_key(path)
     raise ConfigError(
         f"unknown setting {path!r}{did_you_mean(near)}",

@@ -133,7 +133,9 @@ def _styles() -> Iterable[str]:
 
 def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
     def show(value: float) -> str:
-        return next((f"{value // size:g}{name}" for size, name in units if value and value % size == 0), f"{value:g}")
+        return next(
+            (f"{value // size:.15g}{name}" for size, name in units if value and value % size == 0), f"{value:.15g}"
+        )
 
     return show
 

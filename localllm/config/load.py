@@ -11,6 +11,7 @@ from typing import Any
 
 from localllm.errors import ConfigError, did_you_mean
 from localllm.paths import config_file, read_small
+from localllm.testing import TEST_ONLY
 
 from .keys import (
     ENVIRONMENT,
@@ -54,7 +55,8 @@ def load_config(
     why), and the defaults apply.
     """
     if path is not None and not path.is_file():
-        raise ConfigError(f"the settings file {path} does not exist", "drop --config, or name an existing file")
+        wrong = "is not a file" if path.exists() else "does not exist"
+        raise ConfigError(f"the settings file {path} {wrong}", "drop --config, or name an existing file")
     loading = _Loading(strict=strict)
     loading.take_file(path or settings_file(environ), strict=path is not None)
     if environ.get("LOCALLLM_PROJECT") == "1":
@@ -75,7 +77,9 @@ def read_toml(file: Path) -> dict[str, Any]:
         return {}
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}", hint) from None
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number with thousands of digits
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not valid TOML: it is not UTF-8 text", hint) from None
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits
         raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}", hint) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None
@@ -137,7 +141,8 @@ class _Loading:
             if name in by_env:
                 self.put(by_env[name].path, by_env[name].parse(text, name), f"env {name}")
             elif name.startswith("LOCALLLM_") and name not in ENVIRONMENT:
-                self.unknown.append(f"unknown variable {name}{did_you_mean(nearest_key(name, environment()))}")
+                known = {one: meaning for one, meaning in environment().items() if one not in TEST_ONLY}
+                self.unknown.append(f"unknown variable {name}{did_you_mean(nearest_key(name, known))}")
         hub_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
         if hub_offline and "LOCALLLM_OFFLINE" not in environ:
             self.put("offline", True, "env HF_HUB_OFFLINE")

@@ -43,6 +43,36 @@ def test_set_get_unset_keep_comments(invoke: Invoke, file: Path) -> None:
     assert "# mine" in text and "# small" in text and "temperature" not in text
 
 
+def test_what_is_no_setting_and_no_file_is_called_so(invoke: Invoke, file: Path, tmp_path: Path) -> None:
+    assert "'engine' is a table, not a setting" in invoke("config", "get", "engine").stderr
+    assert f"the settings file {tmp_path} is not a file" in invoke("--config", str(tmp_path), "config").stderr
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    assert "binary.toml is not valid TOML: it is not UTF-8 text" in invoke("--config", str(binary), "config").stderr
+    assert "error: missing argument 'MODEL'   [E201]" in invoke("show").stderr
+    assert "at least 256M, such as 24G, not '1M'" in invoke("plan", "--ram", "1M").stderr
+
+
+def test_a_whole_preset_can_be_removed(invoke: Invoke, file: Path) -> None:
+    for name in ("a", "b"):
+        assert invoke("config", "set", f"presets.{name}.system", "hi").exit_code == 0
+        assert invoke("config", "set", f"presets.{name}.top_k", "4").exit_code == 0
+    assert "presets.a removed from" in invoke("config", "unset", "presets.a").stderr
+    assert "presets.a was not set in" in invoke("config", "unset", "presets.a").stderr
+    assert "presets.a" not in file.read_text() and load_config().presets["b"].system == "hi"
+
+
+def test_sizes_are_shown_in_full(invoke: Invoke, file: Path) -> None:
+    assert "pull.max_auto = 1500000000 in" in invoke("config", "set", "pull.max_auto", "1.5GB").stderr
+    assert invoke("config", "get", "pull.max_auto").stdout == "1500000000\n"
+
+
+def test_no_variable_for_tests_is_suggested(invoke: Invoke, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_ENGINE_FOO", "1")
+    warned = invoke("config", "get", "model").stderr
+    assert "unknown variable LOCALLLM_ENGINE_FOO" in warned and "LOCALLLM_ENGINE?" not in warned
+
+
 def test_unknown_keys_in_the_file_warn_and_on_the_command_line_fail(invoke: Invoke, file: Path) -> None:
     file.write_text("[engine]\nctxx = 1\n")
     result = invoke("config", "list")
@@ -199,3 +229,13 @@ def test_a_context_is_within_what_the_models_hold(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCALLLM_ENGINE_CTX", "32k")
     told = "warning: small runs with 8,192 tokens, its maximum; engine.ctx (env LOCALLLM_ENGINE_CTX) asks for 32,768\n"
     assert run([small], {}) == (8192, told)
+
+
+def test_a_damaged_file_of_ones_own_is_not_to_be_pulled(invoke: Invoke, tmp_path: Path) -> None:
+    """`pull --repair` takes names, not paths."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
+    for words in (("quantize", "--to", "int8"), ("eval",), ("show",)):
+        stderr = invoke(*words, str(tmp_path / "m.gguf")).stderr
+        assert "[E1201]" in stderr and "try   use another copy of the model" in stderr, stderr
+    wrong = invoke("quantize", str(tmp_path / "m.gguf"), "--to", "int3").stderr
+    assert f"try   localllm quantize {tmp_path / 'm.gguf'} --to int4" in wrong

@@ -144,6 +144,8 @@ def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
             try:
                 return convert(ctx, value)
             except BadParameter as error:
+                if nothing:  # the parameter is missing: no value to name
+                    raise
                 said = error.message.rstrip(".").partition(", unable to parse")[0]
                 error.message = f"{said}, not {shlex.quote(clean_line(str(value)))}"
                 raise

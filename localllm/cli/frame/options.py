@@ -256,7 +256,9 @@ def _size(text: str | None, option: str) -> int | None:
     except ValueError:
         size = 0
     if size < 1 << 28:
-        raise ConfigError(f"{option} must be a size such as 24G, not {text!r}", f"localllm plan {option} 24G")
+        raise ConfigError(
+            f"{option} must be a size of at least 256M, such as 24G, not {text!r}", f"localllm plan {option} 24G"
+        )
     return size
 
 
