@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,26 @@ async def finish(running: Chat) -> None:
     """Wait until nothing runs."""
     await running.until(lambda: running.screen.current is None and not running.screen.waiting)
     await running.pilot.pause()
+
+
+async def test_an_answer_is_saved_before_it_is_drawn_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = asyncio.Event()
+
+    async def finish(self: AssistantMessage) -> None:
+        await drawn.wait()
+
+    async with chat(path=tmp_path / "chats.db") as running:
+        await running.ready()
+        monkeypatch.setattr(AssistantMessage, "finish", finish)
+        running.backend.answers = ["the whole answer"]
+        await running.send("question")
+        await running.until(lambda: running.screen.conversation.exchanges[-1:] and running.screen.current is None)
+        running.app.exit()
+    with History(tmp_path / "chats.db") as history:
+        [kept] = history.chats()
+        assert history.messages(kept.id)[-1].content == "the whole answer"
 
 
 async def test_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:

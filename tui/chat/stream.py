@@ -195,6 +195,7 @@ class Stream(Turns):
         self._rates.clear()
         self._history.clear()
         state.facts, state.text = self.session.backend.facts(), "ready"
+        self.keep(exchange)  # drawing takes a while, in which the program may be closed
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
