@@ -362,7 +362,8 @@ class Model:
         discarded: after `gc.freeze` the garbage collector would not find them.
         """
         calls = (*self._calls, *(() if self.predictor is None else self.predictor.calls))
-        forget((*linears_of_calls(calls), *linears_of(self.head)))
+        beside = (linear for part in (self.head, self.predictor, self._final) for linear in linears_of(part))
+        forget((*linears_of_calls(calls), *beside))
         if self.adapters is not None:
             self.adapters.forget()
 

@@ -28,7 +28,7 @@ from localllm.kernels import token_index as choosing
 from localllm.kernels.cpu.build import library
 from localllm.kernels.hyper import ngram_rows
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import AttentionWeights, IndexWeights, Linear, LinearPart, Norm
+from localllm.kernels.layer_weights import AttentionWeights, IndexWeights, Linear, LinearPart, Norm, linears_of
 from localllm.kernels.reference import rms_norm, rope
 from localllm.kernels.registry import Impl, fits_always
 from localllm.kernels.sparse import choose_blocks, index_pool, index_scores, index_write
@@ -166,6 +166,22 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable,
         engine = engine_of(ours, buckets)
         checked = Checked(engine, 3)
         assert answers(engine, requests(1)) == expected and checked.seen
+
+
+def test_a_discarded_model_with_its_head_leaves_no_cycle(
+    tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """The weights that reduce streams are in no layer, and kernels cache with them what they derive, too."""
+    with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    own_logits(ours, paged, prompt(20), [19])
+    paged(ours).all_logits(prompt(20), [20])
+    assert ours.predictor is not None
+    finals = ours._final, ours.predictor.final
+    parts = [part for one in finals for linear in linears_of(one) for part in linear.parts]
+    assert any(part.prepared.layer for part in parts)
+    ours.forget_layers()
+    assert not any(part.prepared.layer for part in parts)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "IQ4_NL"])
