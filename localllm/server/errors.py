@@ -1,17 +1,20 @@
 """Errors in the shape of the API that was called, with the right status and no internal details.
 
 The shape is OpenAI's, always with all four keys, except Anthropic's under `/v1/messages` and Ollama's under `/api/`.
+Under `/v1/models`, which both have, Anthropic's clients get its shape.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from localllm.errors import ContextTooLong, LocalLLMError
+
+Headers = Iterable[tuple[bytes, bytes]]
 
 RETRY_AFTER_S = 2
 ANTHROPIC_TYPES = {
@@ -108,16 +111,27 @@ def _sentence(message: str) -> str:
     return sanitize(message if message.endswith(".") else f"{message}.")
 
 
-def error_body(error: LocalLLMError, path: str, request_id: str | None = None) -> dict[str, Any]:
+def error_body(error: LocalLLMError, path: str, request_id: str | None = None, headers: Headers = ()) -> dict[str, Any]:
     """The body in the shape of the API that `path` belongs to."""
     if is_ollama(path):
         return {"error": error_text(error)}
-    return anthropic_body(error) | {"request_id": request_id} if is_anthropic(path) else openai_body(error)
+    if is_anthropic(path) or (_within(path, "/v1/models") and asks_as_anthropic(headers)):
+        return anthropic_body(error) | {"request_id": request_id}
+    return openai_body(error)
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    """Whether a path belongs to Anthropic's API alone."""
+    return _within(path, "/v1/messages")
+
+
+def asks_as_anthropic(headers: Headers) -> bool:
+    """Whether an Anthropic client asks, on a route that both APIs have: those clients send their API version."""
+    return any(name == b"anthropic-version" for name, _ in headers)
+
+
+def _within(path: str, route: str) -> bool:
+    return path == route or path.startswith(f"{route}/")
 
 
 def is_ollama(path: str) -> bool:
@@ -125,15 +139,15 @@ def is_ollama(path: str) -> bool:
     return path.startswith("/api/")
 
 
-def respond(error: LocalLLMError, path: str, request_id: str | None = None) -> JSONResponse:
-    """Build the error response, with the headers that its status requires."""
+def respond(error: LocalLLMError, path: str, request_id: str | None = None, asked: Headers = ()) -> JSONResponse:
+    """Build the error response, with the headers that its status requires; `asked` are those of the request."""
     headers: dict[str, str] = {}
     if error.status in (429, 503):
         seconds = getattr(error, "retry_after", RETRY_AFTER_S)
         headers |= {"Retry-After": str(seconds), "retry-after-ms": str(1000 * seconds)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error, path, request_id), error.status, headers)
+    return JSONResponse(error_body(error, path, request_id, asked), error.status, headers)
 
 
 def sanitize(message: str) -> str:

@@ -115,7 +115,7 @@ def note_error(scope: Scope, error: LocalLLMError) -> None:
 def refuse(scope: Scope, error: LocalLLMError) -> Response:
     """Build the response for an error, and note the error for the log."""
     note_error(scope, error)
-    return respond(error, scope["path"], exchange_of(scope).request_id)
+    return respond(error, scope["path"], exchange_of(scope).request_id, scope["headers"])
 
 
 def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:

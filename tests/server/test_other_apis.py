@@ -359,6 +359,14 @@ async def test_anthropic_errors_are_its_own(claude, client, make_client):
         assert (await locked.post(MESSAGES, json=sent, headers={"x-api-key": "secret-key"})).status_code == 200
 
 
+async def test_anthropic_errors_of_a_route_that_openai_has_too(claude, client):
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await claude.models.retrieve("other")
+    assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "not_found_error"
+    assert caught.value.body["request_id"] == caught.value.request_id
+    assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+
+
 async def test_anthropic_threads_are_refused_as_its_sdks_expect(client):
     """They then send the whole conversation; a thread that is ignored would lose all but the last message."""
     sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO, "thread": {"type": "create"}}

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from localllm.server.adapters import ServedAdapter
+from localllm.server.errors import asks_as_anthropic
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Service, service_of
 
@@ -20,7 +21,7 @@ async def models(request: Request) -> dict[str, Any]:
     by_name = {model.name: model for model in offers}
     known = [adapter for adapter in service.adapters.all() if adapter.model in by_name]
     data += [_adapted(_json(service, by_name[one.model], one.name), one) for one in known]
-    if not _asks_as_anthropic(request):
+    if not asks_as_anthropic(request.headers.raw):
         return {"object": "list", "data": data}
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return {"object": "list", "data": list(map(_as_anthropic, data)), "has_more": False, **ends}
@@ -32,12 +33,7 @@ async def model(request: Request) -> dict[str, Any]:
     name = request.path_params["model_id"]
     found, adapter = _json(service, await service.find(name), name), service.adapters.find(name)
     found = found if adapter is None else _adapted(found, adapter)
-    return _as_anthropic(found) if _asks_as_anthropic(request) else found
-
-
-def _asks_as_anthropic(request: Request) -> bool:
-    """Whether an Anthropic client asks: both APIs have this route, and those clients send their API version."""
-    return "anthropic-version" in request.headers
+    return _as_anthropic(found) if asks_as_anthropic(request.headers.raw) else found
 
 
 def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
