@@ -73,7 +73,7 @@ RENAMES: dict[str, Callable[[str | None], str | None]] = {
     "/v1/messages": anthropic_schemas.renamed,
     "/v1/messages/count_tokens": anthropic_schemas.renamed,
     "/api/chat": ollama_schemas.renamed,
-    "/api/generate": ollama_schemas.renamed,
+    "/api/generate": ollama_schemas.renamed_to_generate,
 }
 COMPLETION = ("id", "object", "created", "model", "choices", "usage")
 RESPONSE = ("id", "object", "status", "output")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -93,6 +94,46 @@ def test_a_result_belongs_to_its_own_call():
     assert ids({}, {}, {}) == ["call_0_0", "call_0_1", "call_0_1"]
     assert ids({"tool_name": "g"}, {"tool_name": "f"}) == ["call_0_1", "call_0_0"]
     assert ids({"tool_call_id": "call_0_1"}, {}) == ["call_0_1", "call_0_0"]
+
+
+def test_a_call_carries_its_id_and_index():
+    from localllm.llm.outputs import OutputDelta
+    from localllm.request import FinishReason
+    from localllm.server.ollama.routes import LineRendering
+    from localllm.server.ollama.schemas import OllamaChatRequest
+
+    rendering = LineRendering(None, OllamaChatRequest(model="tiny"), 0.0, None)
+    deltas = [{"index": i, "id": f"call_{i}", "name": "f", "arguments": f'{{"x": {i}}}'} for i in (0, 1)]
+    parts = [("tool_call", json.dumps(delta)) for delta in deltas]
+    (called, _) = rendering._lines(0, OutputDelta(0, parts, finish_reason=FinishReason.STOP))
+    assert json.loads(called)["message"]["tool_calls"] == [
+        {"id": f"call_{i}", "function": {"index": i, "name": "f", "arguments": {"x": i}}} for i in (0, 1)
+    ]
+
+
+async def test_generate_continues_the_text_of_a_base_model(make_client, service, monkeypatch):
+    """As with Ollama's own server, whose template for such a model is the prompt alone."""
+    base = replace(await service.find("tiny"), chat=False)
+
+    async def find(_):
+        return base
+
+    sent = {"model": "tiny", "prompt": "hello", "options": {"num_predict": 4, "temperature": 0}, "stream": False}
+    async with make_client() as client:
+        raw = (await client.post("/api/generate", json=sent | {"raw": True})).json()
+        monkeypatch.setattr(service, "find", find)
+        answer = (await client.post("/api/generate", json=sent)).json()
+        refused = await client.post("/api/generate", json=sent | {"system": "Be brief."})
+    assert (answer["response"], answer["prompt_eval_count"]) == (raw["response"], raw["prompt_eval_count"])
+    assert refused.status_code == 400
+    assert refused.json()["error"] == "prompt: tiny is a base model without a chat template."
+
+
+async def test_generate_names_its_own_fields_in_errors(client):
+    error = (await client.post("/api/generate", json={"model": "tiny", "prompt": "x" * 3000})).json()["error"]
+    assert error.startswith("the prompt has ") and "messages" not in error
+    images = {"model": "tiny", "prompt": "x", "images": ["aaaa"]}
+    assert (await client.post("/api/generate", json=images)).json()["error"].startswith("images: ")
 
 
 async def test_pull_tells_how_far_it_is(at, shelf):

@@ -45,11 +45,13 @@ async def chat(request: Request, body: schemas.OllamaChatRequest) -> Response | 
 
 
 async def generate(request: Request, body: schemas.OllamaGenerateRequest) -> Response | dict[str, Any]:
-    """Answer a prompt, through the model's template or raw."""
+    """Answer a prompt, through the model's template or raw. As in Ollama, a base model continues it."""
     schemas.check_generate(body)
     if not body.prompt:
         return await _load_or_unload(request, body, {"response": ""})
-    return await _answer(request, body, schemas.generate_of(body))
+    model = await service_of(request).find(body.model)
+    raw = body.raw or not (model.chat or model.embeds or body.system or body.images)
+    return await _answer(request, body, schemas.generate_of(body, raw=raw))
 
 
 async def _answer(request: Request, body: schemas.Asked, asked: ChatRequest | CompletionRequest) -> Response:
@@ -91,8 +93,10 @@ class LineRendering:
         if not isinstance(self.body, schemas.OllamaChatRequest):
             return _head(self.body.model) | {"response": content} | more
         if calls:
-            named = ((call["name"], arguments_of(call)) for call in calls)
-            more["tool_calls"] = [{"function": {"name": name, "arguments": values}} for name, values in named]
+            more["tool_calls"] = [
+                {"id": call["id"], "function": {"index": i, "name": call["name"], "arguments": arguments_of(call)}}
+                for i, call in enumerate(calls)
+            ]
         return _head(self.body.model) | {"message": {"role": "assistant", "content": content} | more}
 
     def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any]:

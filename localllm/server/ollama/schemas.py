@@ -130,10 +130,10 @@ def _call_of(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str,
     return (own or waiting or [{"id": "call_0"}])[0]
 
 
-def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+def generate_of(body: OllamaGenerateRequest, *, raw: bool) -> ChatRequest | CompletionRequest:
     """Convert into a chat request, or if raw, into a completion request without template. Raises ApiError."""
     fields = with_further(body, _common(body), "format")
-    if body.raw:
+    if raw:
         fields |= {"prompt": body.prompt or "", "max_tokens": fields.pop("max_completion_tokens", None)}
         top = fields.pop("top_logprobs", None)
         fields["logprobs"] = (top or 0) if fields.get("logprobs") else None
@@ -212,6 +212,13 @@ def _common(body: Asked) -> dict[str, Any]:
 def renamed(param: str | None) -> str | None:
     """Translate a chat request's field name into Ollama's."""
     return _NAMES.get(param or "", _PART.sub(r"messages[\1].images", param) if param else param)
+
+
+def renamed_to_generate(param: str | None) -> str | None:
+    """Translate a chat request's field name into that of /api/generate, whose one message is the prompt."""
+    if param is not None and param.startswith("messages"):
+        return "images" if _PART.fullmatch(param) else "prompt"
+    return renamed(param)
 
 
 _NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
