@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.errors import UnsupportedFormat
 from localllm.kernels import Weight
 from localllm.kernels.experts import Stack
 from localllm.kernels.layer_weights import (
@@ -289,6 +290,30 @@ class LayerReader:
         names, shapes = ([self.start + one for one in facts.inputs], [self._shapes[one] for one in facts.inputs])
         return self.reader.gated("qkv", names, shapes, facts.head_dim)
 
+    def with_gates(self, qkv: str, gate: str, queries: int) -> Linear:
+        """Read queries, keys and values, stored as one module, with a gate per head behind the queries.
+
+        Raises UnsupportedFormat if queries share scales with keys.
+        """
+        name, shape = self.start + qkv, self._shapes[qkv]
+        weight, gates = self.reader.weight(name, shape), self.reader.weight(self.start + gate, self._shapes[gate])
+        cut = [rows_of(weight, [rows]) for rows in (range(queries), range(queries, shape[0]))]
+        if cut[0] is None or cut[1] is None:
+            raise UnsupportedFormat(
+                f"{self.reader.checkpoint.path.name}: the queries of {self.reader.checkpoint.names.source(name)} share"
+                " scales with its keys",
+                "choose another format of the same model (localllm ls, localllm pull)",
+            )
+        parts = [self.reader.prepare("qkv", part, None) for part in (cut[0], gates, cut[1])]
+        bias, of_gates = (
+            self.reader.bias(self.start + one, self._shapes[one][0], self.reader.device) for one in (qkv, gate)
+        )
+        own = (None if bias is None else bias[:queries], of_gates, None if bias is None else bias[queries:])
+        # adapters cannot address the rows of a module that is split
+        modules = (Module((), queries), Module(self.reader.checkpoint.names.every(self.start + gate), gates.shape[0]))
+        parts = [replace(part, bias=bias) for part, bias in zip(parts, own, strict=True)]
+        return Linear(tuple(parts), (*modules, Module((), shape[0] - queries)))
+
     def linear(
         self, layer_class: str, *modules: str, order: Tensor | None = None, on_host: bool | None = None
     ) -> Linear:
@@ -352,6 +377,9 @@ def _qkv(layer: LayerReader, facts: Attention) -> Linear:
     """Queries, gates, keys and values; with `kv_apart`, keys and values are all parts but the first."""
     if facts.gate == "apart":
         return layer.gated(facts)
+    if facts.fused and facts.gate == "heads":
+        qkv, gate = facts.inputs
+        return layer.with_gates(qkv, gate, facts.num_heads * facts.head_dim)
     if facts.kv_apart:
         first, *others = facts.inputs
         q, kv = layer.linear("qkv", first), layer.linear("qkv", *others)

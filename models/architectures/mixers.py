@@ -173,9 +173,9 @@ class Attention:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The input modules: queries, gates, keys and values, in this order."""
+        """The input modules: queries, gates, keys and values, in this order; with `fused` gates come last."""
         if self.fused:
-            return ("self_attn.qkv_proj",)
+            return ("self_attn.qkv_proj", *["self_attn.gate_proj"] * (self.gate == "heads"))
         names = "q" if self.shares_kv_with is not None else "qk" if self.k_is_v else "qkv"
         first, *others = (f"self_attn.{name}_proj" for name in names)
         return (first, *["self_attn.gate_proj"] * (self.gate in ("apart", "heads")), *others)
@@ -184,7 +184,9 @@ class Attention:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = {"": [q], "queries": [2 * q], "apart": [q, q], "heads": [q, self.num_heads]}[self.gate]
         values = self.num_kv_heads * self.values
-        sizes = (sum(rows) + kv + values,) if self.fused else (*rows, kv, values)[: len(self.inputs)]
+        sizes = (*rows, kv, values)[: len(self.inputs)]
+        if self.fused:
+            sizes = (q + kv + values, *rows[1:]) if self.gate == "heads" else (sum(rows) + kv + values,)
         width = 2 * hidden if self.paired else hidden
         shapes = {name: (size, width) for name, size in zip(self.inputs, sizes, strict=True)}
         shapes |= {} if self.index is None else self.index.linears(hidden)

@@ -68,6 +68,7 @@ from .qwen3_moe import Qwen3Moe
 from .qwen4_exp import Qwen4Exp
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
+from .spark2_5 import Spark2_5
 from .stablelm import StableLm
 from .step3p5 import Step3p5
 
@@ -115,6 +116,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     OlmoHybrid(),
     Olmoe(),
     SeedOss(),
+    Spark2_5(),
     StableLm(),
     Glm(),
     Glm4(),

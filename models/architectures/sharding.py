@@ -125,6 +125,8 @@ def _mixer_refusal(mixer: Any, world: int) -> str:
     if isinstance(mixer, Attention):
         if mixer.whole_norms:
             return "query and key norms that span all heads"
+        if mixer.fused and mixer.gate == "heads":
+            return "queries that are stored with keys and values, and gates apart"
         return "" if head_pieces(mixer.num_heads, mixer.num_kv_heads, world) else _heads(mixer)
     if isinstance(mixer, LatentAttention):
         return "" if world <= mixer.num_heads else f"{mixer.num_heads} heads"

@@ -118,6 +118,9 @@ def write_gguf(
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     if config.get("nextn"):
         writer.add_nextn_predict_layers(config["nextn"])
+    if arch == "spark2_5":
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+        writer.add_rope_dimension_count_swa(config["head_dim"])
     if arch == "nanbeige":
         writer.add_uint32("nanbeige.num_loops", config["num_loops"])
         writer.add_bool("nanbeige.skip_loop_final_norm", config.get("skip_loop_final_norm", False))
