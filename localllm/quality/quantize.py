@@ -180,12 +180,13 @@ class _Work:
         return layers
 
     def check_disk(self) -> None:
-        needed = self.expected_bytes() - sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
+        done = sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
+        needed = int((self.expected_bytes() - done) * 1.02)
         folder = next(parent for parent in (self.out, *self.out.parents) if parent.exists())
         free = shutil.disk_usage(folder).free
-        if needed * 1.02 > free:
+        if needed > free:
             raise DoesNotFit(
-                f"the result needs {gib(needed, 1)}, but {folder} has {gib(free, 1)} free",
+                f"the result needs {gib(needed)}, but {folder} has {gib(free)} free",
                 "choose a folder on another disk with -o, or free space with localllm rm",
                 context={"need_bytes": needed, "free_bytes": free},
             )
