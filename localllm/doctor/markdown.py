@@ -79,8 +79,9 @@ def redact(text: str) -> str:
     text = SECRETS.sub("[secret]", text)
     home = os.path.expanduser("~")
     if len(home) > 1:
-        text = text.replace(home, "~")
-    text = re.sub(r"/(home|Users)/[^/\s`'\"]+", "~", text)
+        text = re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w-])", "~", text)
+    text = re.sub(r"(?<![\w.-])/(home|Users)/[^/\s`'\"]+", "~", text)
+    text = re.sub(r"(/(?:home|Users)/)[^/\s`'\"]+", r"\1[user]", text)  # elsewhere in a path: /net/home/ada
     host = (socket.gethostname() or platform.node()).split(".")[0]
     for name, instead in ((host, "[host]"), (_user(), "[user]")):
         if len(name) > 2:

@@ -92,6 +92,8 @@ def test_nothing_private_is_in_a_report(monkeypatch: pytest.MonkeyPatch, empty_h
     for secret in ("hf_abc", "sk-proj", "abc.def", "ada", "bob", "eve", "turing", "bletchley", "pass", "10.1.2.3"):
         assert secret not in clean, secret
     assert "127.0.0.1" in clean and "~/x" in clean
+    elsewhere = redact("/tmp/a/home/config/x, /net/home/adams/y, /home/adams/z, file:///home/ada/w")
+    assert elsewhere == "/tmp/a/home/[user]/x, /net/home/[user]/y, ~/z, file://~/w"
     log = empty_home / "state/log/localllm.log"
     log.parent.mkdir(parents=True)
     log.write_text(
