@@ -67,7 +67,7 @@ class ModelKind:
 
     name: str  # as passed to the engine
     kind: str  # dense | moe
-    format: str  # bf16, fp8, nvfp4, mxfp4, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf
+    format: str  # bf16, fp8, nvfp4, mxfp4, int8, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf
     hybrid: bool = False  # has recurrent layers
     mtp: bool = False  # has a draft head
     size_bytes: int = 0  # 0 when not known
@@ -245,13 +245,15 @@ def _stored(config: Any) -> str:
         return "bf16"
     method = str(config.get("quant_method", "")).lower()
     words = json.dumps(config).lower()
-    if "mxfp4" in method:
+    if "mxfp4" in words:
         return "mxfp4"
     if "nvfp4" in words:
         return "nvfp4"
     if method == "fp8" or "float-quantized" in words or '"fp8"' in words:
         return "fp8"
-    return "int4" if method in ("awq", "gptq", "auto-round", "compressed-tensors", "modelopt") else "bf16"
+    if method not in ("awq", "gptq", "auto-round", "compressed-tensors", "modelopt"):
+        return "bf16"
+    return "int8" if set(re.findall(r'"(?:num_bits|bits|w_bit)": (\d+)', words)) == {"8"} else "int4"
 
 
 def _method(config: Any) -> str:

@@ -18,6 +18,8 @@ from localllm.doctor.model_kind import model_kind
 from localllm.doctor.rules import rules
 from localllm.errors import ConfigError, DeviceError, DoesNotFit, ModelNotFound, UnsupportedFormat
 from localllm.hub import catalog
+from localllm.quant.encode import Target
+from localllm.quant.export import configuration
 
 GIB = 1 << 30
 DENSE = "nvidia/Qwen3.6-27B-NVFP4"
@@ -371,6 +373,9 @@ def test_a_config_file_counts_more_than_a_name(tmp_path: Path) -> None:
     for stored, wanted in [
         ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "awq"}, "int4"), ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8"), (None, "bf16"), ("x", "bf16"),
+        (configuration(Target("int8"), ["lm_head"]), "int8"), (configuration(Target("int4"), []), "int4"),
+        (configuration(Target("mxfp4"), []), "mxfp4"), (configuration(Target("nvfp4"), []), "nvfp4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
     ]:  # fmt: skip
         (folder / "config.json").write_text(json.dumps({"quantization_config": stored, "num_experts": "many"}))
         assert model_kind(str(folder)).format == wanted
