@@ -63,6 +63,7 @@ def test_what_excludes_each_other_exits_2(invoke: Invoke, words: tuple[str, ...]
     result = invoke("doctor", *words, env=RTX)
     assert result.exit_code == 2
     assert "localllm doctor" in result.stderr or "pass a log file" in result.stderr
+    assert "cannot be combined" not in result.stderr or f"try   localllm doctor {words[0]} {words[1]}" in result.stderr
 
 
 LOG = "\x1b[31mERROR\x1b[0m loading:  1%|#  |\rloading: 100%|###|\nRuntimeError: UVA is not available\nmore\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -21,6 +22,7 @@ from localllm.doctor.advice import Advice, advice
 from localllm.doctor.rules import MAX_LOG_BYTES, match_log, match_machine
 from localllm.errors import ConfigError
 from localllm.interface import Check
+from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
     from localllm.doctor import Survey
@@ -94,7 +96,9 @@ def doctor(
     wishes = {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing}
     wished = [name for name, value in wishes.items() if value]
     if len(wished) > 1:
-        raise ConfigError(f"{' and '.join(wished)} cannot be combined", f"localllm doctor {wished[0]}")
+        value = wishes[wished[0]]
+        alone = wished[0] if value is True else f"{wished[0]} {clean_line(shlex.quote(str(value)))}"
+        raise ConfigError(f"{' and '.join(wished)} cannot be combined", f"localllm doctor {alone}")
     if dry_run and not apply:
         raise ConfigError("--dry-run needs --apply", "localllm doctor --apply --dry-run")
     if report and env.console.as_json:
