@@ -99,7 +99,10 @@ class Gate:
                 (b"access-control-expose-headers", EXPOSED_HEADERS),
             ]  # fmt: skip
             send = with_headers(send, lambda _: extra)
-        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
+        error = _malformed(scope, headers)
+        if error is not None:  # what follows on the connection cannot be told apart from this request's body
+            send = with_headers(send, lambda _: [(b"connection", b"close")])
+        error = error or self._refusal(scope, headers, origin)
         if error is not None:
             await refuse(scope, error)(scope, receive, send)
             return

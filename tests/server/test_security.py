@@ -365,6 +365,18 @@ def test_bodies_of_two_lengths(live, headers):
     assert status == 501 or b'"error"' in answer
 
 
+def test_a_request_of_two_lengths_ends_its_connection(live):
+    """A proxy that counts the other length would take what follows for the body of this request."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with live.connect() as sock:
+        sock.sendall(head.encode() + b"0\r\n\r\n" + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+    assert answer.lower().count(b"connection: close") == 1
+
+
 @pytest.mark.parametrize("size", [64 << 10, 200 << 10, 10 << 20])
 def test_one_large_header(live, size):
     before = psutil.Process().memory_info().rss
