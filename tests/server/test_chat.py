@@ -88,6 +88,18 @@ async def test_shape_of_a_whole_answer(client):
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
+async def test_a_refusal_is_the_text_of_its_message(client):
+    """As in OpenAI's messages, which have a refusal instead of content."""
+    hello = ask()["messages"]
+    usages = []
+    for said in ({"content": None, "refusal": "I will not."}, {"content": "I will not."}):
+        sent = ask(messages=[*hello, {"role": "assistant", **said}, *hello])
+        usages.append((await client.post(CHAT, json=sent)).json()["usage"]["prompt_tokens"])
+    assert usages[0] == usages[1]
+    empty = ask(messages=[*hello, {"role": "assistant", "content": None}, *hello])
+    assert (await client.post(CHAT, json=empty)).json()["error"]["param"] == "messages[1].content"
+
+
 async def test_logprobs(client):
     body = (await client.post(CHAT, json=ask(logprobs=True, top_logprobs=3))).json()
     content = body["choices"][0]["logprobs"]["content"]

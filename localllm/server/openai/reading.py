@@ -220,6 +220,8 @@ def _as_tool_message(messages: Sequence[ChatMessage], number: int) -> ChatMessag
 
 def _message(message: ChatMessage, where: str) -> Message:
     content: Any = message.content
+    if content is None and message.role == "assistant":
+        content = message.refusal
     if isinstance(content, list):
         parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         has_images = any(part["type"] == "image_url" for part in parts)

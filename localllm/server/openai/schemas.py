@@ -61,6 +61,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    refusal: StrictStr | None = None  # of an assistant, without content
     name: Name | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
