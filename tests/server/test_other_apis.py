@@ -65,7 +65,7 @@ async def test_responses_streamed_stored_and_continued(sdk):
     assert page.data == items[:2] and page.has_more
     page = await sdk.responses.input_items.list(more.id, order="asc", limit=2, after=items[1].id)
     assert page.data == items[2:] and not page.has_more
-    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "gone"}):
+    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "gone"}, {"order": "up"}):
         with pytest.raises(openai.BadRequestError) as refused:
             await sdk.responses.input_items.list(more.id, **wrong)
         assert refused.value.param == next(iter(wrong))
@@ -202,6 +202,19 @@ def test_items_become_messages():
     assert user == {"role": "user", "content": "weather?"}
     assert [c["id"] for c in call["tool_calls"]] == ["c1", "c2"] and call["reasoning_content"] == "hm"
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+
+
+async def test_messages_are_listed_in_full(sdk):
+    """Also those that were given without a type, or with their content as a string."""
+    given = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": []}]
+    made = await sdk.responses.create(**respond(input=given))
+    items = (await sdk.responses.input_items.list(made.id, order="asc")).data
+    assert [(item.type, item.status, item.role) for item in items] == [
+        ("message", "completed", role) for role in ("user", "assistant", "user")
+    ]
+    assert [[(part.type, part.text) for part in item.content] for item in items] == [
+        [("input_text", "hi")], [("output_text", "yo")], [],
+    ]  # fmt: skip
 
 
 def test_calls_and_reasoning_become_items_and_events():

@@ -125,8 +125,13 @@ async def delete_response(request: Request) -> dict[str, Any]:
 async def list_input_items(request: Request) -> dict[str, Any]:
     """List the input items of a response, newest first: at most `limit`, those after the item `after`."""
     stored, query = _stored(request), request.query_params
-    items = [{"id": f"{stored.response['id']}_{i}", **item} for i, item in enumerate(stored.input_items)]
-    if query.get("order") != "asc":
+    items = [
+        {"id": f"{stored.response['id']}_{i}", **schemas.in_full(item)} for i, item in enumerate(stored.input_items)
+    ]
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order must be asc or desc, not {order[:40]!r}.", "order", "invalid_value")
+    if order == "desc":
         items.reverse()
     limit = query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit) <= 100:

@@ -103,7 +103,22 @@ def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the input as items."""
     if not isinstance(body.input, str):
         return body.input
-    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    return [{"type": "message", "role": "user", "content": _input_text(body.input)}]
+
+
+def _input_text(text: str) -> list[dict[str, Any]]:
+    return [{"type": "input_text", "text": text}]
+
+
+def in_full(item: dict[str, Any]) -> dict[str, Any]:
+    """Complete an input item for a listing: a message may be given without its type, and its content as a string."""
+    if item.get("type", "message") != "message":
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        is_output = item.get("role") == "assistant"
+        content = [{"type": "output_text", "text": content, "annotations": []}] if is_output else _input_text(content)
+    return {"type": "message", "status": "completed", **item, "content": content}
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
