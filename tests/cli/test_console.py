@@ -107,6 +107,8 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 def test_marks_in_ascii_where_the_stream_has_no_more() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert Console(stdout=out).glyphs("✓ a → b … ━") == "+ a -> b ... ="
+    assert Console(stdout=out).glyphs("★ 2 × η 0.7 ± 1 µs −2 87 °C").isascii()
+    assert Console(stdout=out).glyphs("★ η −2 87 °C") == "* eta -2 87 deg C"
 
 
 def test_a_table_lines_up_wide_text_and_cleans_cells() -> None:

@@ -38,7 +38,9 @@ MAX_FIXES = 5  # an error has at most eight lines: what, why, hint, and these
 MIN_NOTE = 14  # minimum width of a table's note before a column is dropped for it
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
-_ASCII = str.maketrans("✓✗–·━╸─≈╭╮╰╯│", "+x-|=>-~++++|") | {ord("…"): "...", ord("→"): "->"}
+_ASCII = str.maketrans("✓✗–·━╸─≈╭╮╰╯│★×−µ❯•“”", "+x-|=>-~++++|*x-u>*\"\"") | {
+    ord("…"): "...", ord("→"): "->", ord("±"): "+-", ord("η"): "eta", ord("°"): "deg ",
+}  # fmt: skip
 _COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
 
 
