@@ -67,7 +67,8 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
 def _texts(path: Path) -> Iterator[bytes]:
     try:
         if not path.is_file():
-            raise ConfigError(f"{path} does not exist", "pass an export file")
+            wrong = "is not a file" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {wrong}", "pass an export file")
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 names = [

@@ -108,6 +108,12 @@ def test_what_is_missing_is_named(invoke: Invoke, saved: Path) -> None:
     assert "needs a file" in invoke("logs", "import").stderr
 
 
+def test_folders_and_empty_words_are_called_so(invoke: Invoke, saved: Path, tmp_path: Path) -> None:
+    assert f"{tmp_path} is not a file" in invoke("logs", "import", str(tmp_path)).stderr
+    assert f"{tmp_path} is a folder" in invoke("logs", "export", "last", "-o", str(tmp_path), "-y").stderr
+    assert "logs search needs words" in invoke("logs", "search", " ").stderr
+
+
 def test_nothing_saved_yet(invoke: Invoke, empty_home: Path) -> None:
     assert "no saved chats" in invoke("logs").stderr
 

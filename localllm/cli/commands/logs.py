@@ -48,7 +48,7 @@ def logs(
     if action not in ACTIONS:
         raise ConfigError(f"logs {action}: the action must be one of {', '.join(ACTIONS)}", "localllm logs list")
     words = list(what or [])
-    if action != "list" and not words:
+    if action != "list" and not any(word.strip() for word in words):
         needed = {"search": "words", "import": "a file"}.get(action, "an id")
         raise ConfigError(f"logs {action} needs {needed}", "localllm logs -h")
     with History() as history:
@@ -152,6 +152,8 @@ def _export(
         env.console.answer(text)
         return
     target = output.expanduser()
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder", "pass the name of a file")
     if target.exists() and not env.options.yes:
         raise ConfigError(f"{target} already exists", f"choose another name, or pass -y to replace {target}")
     try:
