@@ -60,6 +60,8 @@ def block(console: Console, head: str, indent: int, text: str, wrap: bool = True
     lines = wrapped(text, max(20, columns - indent))
     if not wrap or not lines:
         lines = [text]
+    if below and not wrap:
+        head = f"    {head.lstrip()}"
     if below and wrap and head.strip():
         console.line(head.rstrip())
         lines = ["", *lines]

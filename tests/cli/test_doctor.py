@@ -236,3 +236,8 @@ def test_offline_is_kept(invoke: Invoke, empty_home: Path, monkeypatch: pytest.M
     for words in (("--offline",), ()):
         assert invoke(*words, "doctor", "--only", "net").exit_code == 0
     assert asked[0] == "" and asked[1]
+
+
+def test_in_a_narrow_terminal_fixes_stand_below_their_finding(invoke: Invoke, empty_home: Path) -> None:
+    lines = invoke("doctor", "--only", "models", env=RTX | {"COLUMNS": "40"}).stdout.splitlines()
+    assert "    fix: localllm pull smollm2" in lines
