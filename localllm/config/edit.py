@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -104,4 +105,6 @@ def _write(file: Path, text: str) -> None:
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
         paths.replace_file(target, text, mode=mode)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", f"make {target.parent} writable") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "free some space on its disk" if full else f"make {target.parent} writable"
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", hint) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,3 +240,18 @@ def test_a_damaged_file_of_ones_own_is_not_to_be_pulled(invoke: Invoke, tmp_path
         assert "[E1201]" in stderr and "try   use another copy of the model" in stderr, stderr
     wrong = invoke("quantize", str(tmp_path / "m.gguf"), "--to", "int3").stderr
     assert f"try   localllm quantize {tmp_path / 'm.gguf'} --to int4" in wrong
+
+
+def test_a_full_disk_is_no_matter_of_permissions(invoke: Invoke, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("localllm.paths.replace_file", full)
+    said = invoke("config", "set", "engine.ctx", "4k").stderr
+    assert "No space left on device" in said and "try   free some space on its disk" in said
+
+
+@pytest.mark.parametrize("words", [("eval",), ("quantize", "--to", "int8"), ("plan",)])
+def test_a_model_that_is_not_here_exits_3_everywhere(invoke: Invoke, empty_home: Path, words: tuple[str, ...]) -> None:
+    found = invoke(*words, "smollm2")
+    assert found.exit_code == 3 and "[E301]" in found.stderr, found.stderr

@@ -15,6 +15,7 @@ from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
 from localllm.cli.names import local, opened
 from localllm.config import KEYS
+from localllm.errors import ModelNotFound
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def compare(
     from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
     words = sample_text("evaluation") if text is None else read_text(text, "--text")
-    models = [local(env, env.config, name) for name in (model, against) if name is not None]
+    models = [local(env, env.config, name, ModelNotFound) for name in (model, against) if name is not None]
     path, base = str(models[0].path), str(models[-1].path)
     ctx = min(WINDOW + 1, *map(_max_context, models))
     options = replace(env.config.engine, ctx=ctx, max_parallel=1)

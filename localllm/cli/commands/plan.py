@@ -27,7 +27,7 @@ from localllm.cli.frame.options import (
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
-from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.errors import ConfigError, LocalLLMError, ModelNotFound, UnsupportedModel
 from localllm.terminal import gib, rate
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _subjects(
         if catalog.members(target):
             yield from _candidates(fit.runnable(target, planner), name, paths)
             continue
-        resolved = local(env, config, name)
+        resolved = local(env, config, name, ModelNotFound)
         checkpoint = stack.enter_context(opened(resolved, config.engine.mmproj))
         found = checkpoint.facts
         shown = checkpoint.path.name if resolved.kind == "path" else resolved.name

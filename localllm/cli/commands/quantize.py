@@ -15,7 +15,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
 from localllm.cli.names import local, opened
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, ModelNotFound
 from localllm.terminal import clean_line, gib, seconds_short
 
 CALIBRATION_TOKENS = 4096  # at most: more changes only the third digit of the error on a small model
@@ -60,7 +60,7 @@ def quantize(
     from localllm.quant.encode import Target
 
     console = env.console
-    resolved = local(env, env.config, model)
+    resolved = local(env, env.config, model, ModelNotFound)
     source = Path(str(resolved.path))
     try:
         target = Target(to, group)
