@@ -48,6 +48,8 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
 
 def not_text(what: str, kind: object, param: str) -> ApiError:
     """400 for content of a kind that this model cannot read."""
+    if kind is None:
+        return invalid(f"{what} must have a type.", f"{param}.type", "missing_required_parameter")
     message = f"{what} of type {str(kind)[:40]!r} is not supported: this model reads text."
     return invalid(message, param, "unsupported_value")
 

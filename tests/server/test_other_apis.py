@@ -380,6 +380,19 @@ async def test_anthropic_errors_of_a_route_that_openai_has_too(claude, client):
     assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"type": "text"}, "messages[0].content[0].text: is missing."),
+        ({"type": "tool_use", "id": 5, "name": "f"}, "messages[0].content[0].id: must be a string."),
+        ({"text": "hi"}, "messages[0].content[0].type: A block must have a type."),
+    ],
+)
+async def test_anthropic_errors_name_the_field_of_a_block(client, block, said):
+    sent = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [block]}]}
+    assert (await client.post(MESSAGES, json=sent)).json()["error"]["message"] == said
+
+
 async def test_anthropic_threads_are_refused_as_its_sdks_expect(client):
     """They then send the whole conversation; a thread that is ignored would lose all but the last message."""
     sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO, "thread": {"type": "create"}}

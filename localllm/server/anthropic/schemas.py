@@ -134,24 +134,24 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
         at = f"{where}.content[{number}]"
         kind = block.get("type")
         if kind == "text":
-            parts.append({"type": "text", "text": _string(block.get("text"), at)})
+            parts.append({"type": "text", "text": _string(block, "text", at)})
         elif kind == "image":
             parts.append(_image(block, at))
         elif kind == "thinking":
-            reasoning.append(_string(block.get("thinking"), at))
+            reasoning.append(_string(block, "thinking", at))
         elif kind == "redacted_thinking":
             continue
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": _string(block.get("name"), at), "arguments": arguments}
-            calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
+            function = {"name": _string(block, "name", at), "arguments": arguments}
+            calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
         elif kind == "tool_result":
             given = block.get("content") or ""
             blocks = given if isinstance(given, list) else []
             shown = [one for one in blocks if isinstance(one, dict) and one.get("type") == "image"]
             parts += [_image(one, at) for one in shown]  # templates accept images only in user messages
             result = _text([one for one in given if one not in shown] if shown else given, at)
-            out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": result})
+            out.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": result})
         else:
             raise not_text("A block", kind, at)
     if parts or calls or not out:
@@ -171,7 +171,7 @@ def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "base64":
         raise invalid("An image's source must be of type base64: nothing is fetched.", where, "unsupported_value")
-    url = f"data:{_string(source.get('media_type'), where)};base64,{_string(source.get('data'), where)}"
+    url = f"data:{_string(source, 'media_type', where)};base64,{_string(source, 'data', where)}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -180,12 +180,15 @@ def _text(blocks: Any, where: str) -> str:
         return blocks
     if not isinstance(blocks, list) or not all(isinstance(b, dict) and b.get("type") == "text" for b in blocks):
         raise invalid("Only text blocks are supported here.", where, "unsupported_value")
-    return "\n".join(_string(block.get("text"), where) for block in blocks)
+    return "\n".join(_string(block, "text", where) for block in blocks)
 
 
-def _string(value: Any, where: str) -> str:
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if value is None:
+        raise invalid("is missing.", f"{where}.{name}", "missing_required_parameter")
     if not isinstance(value, str):
-        raise invalid("A string field of the block is missing.", where, "invalid_type")
+        raise invalid("must be a string.", f"{where}.{name}", "invalid_type")
     return value
 
 
