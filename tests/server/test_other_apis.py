@@ -188,6 +188,13 @@ async def test_responses_that_are_refused(client, sent, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+async def test_a_choice_among_ignored_tools_says_so(client):
+    sent = respond(tools=[{"type": "web_search"}], tool_choice="required")
+    error = (await client.post(RESPONSES, json=sent)).json()["error"]
+    assert error["param"] == "tool_choice" and "ignores tools of other types" in error["message"]
+    assert (await client.post(RESPONSES, json=sent | {"tool_choice": "auto"})).status_code == 200
+
+
 def test_items_become_messages():
     from localllm.server.openai.responses_schemas import messages_of
 

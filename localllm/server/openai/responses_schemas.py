@@ -88,6 +88,9 @@ def to_chat(
     if body.tools is not None:
         fields["tools"] = [*_functions(body.tools), *mcp]
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
+        if body.tools and not fields["tools"] and body.tool_choice not in ("none", "auto"):
+            message = "tool_choice needs a function among the tools: the server ignores tools of other types."
+            raise invalid(message, "tool_choice", "invalid_value")
         fields["tool_choice"] = _choice(body.tool_choice)
     return chat_request(body, fields, "text.format")
 
