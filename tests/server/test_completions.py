@@ -91,6 +91,17 @@ async def test_scoring_a_prompt(client):
     assert "".join(logprobs["tokens"]) == choice["text"]
 
 
+async def test_offsets_are_positions_in_the_text(client):
+    """Also after characters of several tokens, and for tokens shown as ids."""
+    fields = complete(prompt="a 😀漢 z 😀 b", max_tokens=0, echo=True, logprobs=0)
+    choice = (await client.post(TEXT, json=fields)).json()["choices"][0]
+    text, tokens, offsets = choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert "\ufffd" in tokens and len(set(offsets)) < len(offsets)
+    assert all(token == "\ufffd" or text.startswith(token, at) for token, at in zip(tokens, offsets, strict=True))
+    as_ids = (await client.post(TEXT, json=fields | {"return_tokens_as_token_ids": True})).json()["choices"][0]
+    assert as_ids["logprobs"]["text_offset"] == offsets
+
+
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
 async def test_what_lm_eval_sends_and_reads(client, tiny_llm, as_ids):
     """The request of its `local-completions` model, and its way to the sum over a continuation (LM Eval 0.4.9)."""

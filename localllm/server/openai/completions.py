@@ -14,6 +14,7 @@ from starlette.responses import Response
 from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, add_usage
 from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.openai.output import (
+    TextOffsets,
     TokenNames,
     finish_name,
     has_called,
@@ -210,8 +211,7 @@ class CompletionRendering(OpenAIRendering):
         self._body, self._per_prompt = body, self._stream.num_answers
         self._seen: set[int] = set()  # choices whose first chunk was sent
         self._scored: dict[int, list[TokenLogprob | None]] = {}  # by prompt; delivered with its first sequence
-        # by choice: characters whose log-probabilities were sent
-        self._lengths = [0] * (len(self._stream.prompts) * self._per_prompt)
+        self._offsets = [TextOffsets() for _ in range(len(self._stream.prompts) * self._per_prompt)]  # by choice
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
         choices = []
@@ -223,7 +223,7 @@ class CompletionRendering(OpenAIRendering):
                 )  # fmt: skip
                 (choice,) = self.choices_of(number, all_of_it)
                 if self._body.logprobs is not None:
-                    choice["logprobs"] = choice["logprobs"] or self.names.completion([], [], 0)
+                    choice["logprobs"] = choice["logprobs"] or self.names.completion([], [], TextOffsets())
                 if self._body.return_token_ids:
                     choice |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
                 choices.append(choice)
@@ -258,8 +258,7 @@ class CompletionRendering(OpenAIRendering):
             cached = [None] * (len(prompt) - len(scored))
             entries, ids = [*cached, *scored, *entries], [*prompt, *ids]
         if body.logprobs is not None and entries:
-            logprobs = self.names.completion(entries, ids, self._lengths[index])
-            self._lengths[index] += sum(map(len, logprobs["tokens"]))
+            logprobs = self.names.completion(entries, ids, self._offsets[index])
         if not (text or logprobs or more or ended):
             return []
         finish = "length" if ended and not self.generates else finish_name(delta.finish_reason)

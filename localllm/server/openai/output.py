@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import uuid
 from collections.abc import Sequence
@@ -85,19 +86,30 @@ class TokenNames:
         data = self._tokenizer.token_bytes(token)
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(data)}
 
-    def completion(self, entries: Sequence[TokenLogprob | None], ids: Sequence[int], offset: int) -> dict[str, Any]:
+    def completion(
+        self, entries: Sequence[TokenLogprob | None], ids: Sequence[int], offsets: TextOffsets
+    ) -> dict[str, Any]:
         """Log-probabilities in the format of /v1/completions; `ids` names all tokens, some of which have no entry."""
-        tokens = [self.text(token) for token in ids]
-        offsets = []
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": tokens,
+            "tokens": [self.text(token) for token in ids],
             "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
             "top_logprobs": [None if e is None else {self.text(t): finite(p) for t, p in e.top} for e in entries],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(self._tokenizer.token_bytes(token)) for token in ids],
         }
+
+
+class TextOffsets:
+    """The positions of one answer's tokens in its text; tokens that share a character have the same one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._next = 0
+
+    def add(self, token: bytes) -> int:
+        """Return the position of the next token."""
+        position = self._next
+        self._next += len(self._decoder.decode(token))
+        return position
 
 
 def finite(logprob: float) -> float:
