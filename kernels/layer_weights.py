@@ -101,6 +101,7 @@ class Norm:
     weight: Tensor
     eps: float
     bias: Tensor | None = None
+    groups: int = 1  # of an RMSNorm: values are normed in as many groups, each by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,14 +573,17 @@ FUSED_STREAMS = frozenset(("count", "norm", "down", "up", "rank", "final"))
 FUSED_HYPER = frozenset(("hyper", "ngrams", "index"))
 
 
-def has_only(weights: Any, known: frozenset[str], layer_norm: str = "") -> bool:
+def has_only(weights: Any, known: frozenset[str], layer_norm: str = "", grouped: bool = False) -> bool:
     """Whether every field outside `known` has its default, so that a fused kernel declines features it lacks.
 
     layer_norm   the norm that may be a LayerNorm
+    grouped      whether norms over groups are supported
     """
     for field in fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, Norm) and value.bias is not None and field.name != layer_norm:
+            return False
+        if isinstance(value, Norm) and value.groups > 1 and not grouped:
             return False
         if field.name not in known and value != field.default:
             return False

@@ -30,6 +30,8 @@ def norm_rows(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm | None) -> 
         return x
     if norm.bias is not None:
         return reference.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    if norm.groups > 1:
+        return reference.group_norm(x, norm.weight, norm.eps, norm.groups)
     return rms_norm(x, norm.weight, norm.eps)
 
 

@@ -34,6 +34,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).mul_(weight.float()).to(x.dtype)
 
 
+def group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """`rms_norm` of each of `groups` equal parts of x [..., dim] by itself; weight [dim]."""
+    wide = x.float().unflatten(-1, (groups, -1))
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
+    return (wide * scale).flatten(-2).mul_(weight.float()).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first 2 · half dimensions of every head; the others pass through.
 

@@ -374,7 +374,7 @@ class Reader:
         weight = self.tensor(f"{name}.weight", (size,))
         weight = weight + offset if offset else weight
         bias = self.tensor(f"{name}.bias", (size,)) if kind.bias else torch.zeros_like(weight) if kind.centred else None
-        return Norm(weight, self.facts.rms_norm_eps, bias)
+        return Norm(weight, self.facts.rms_norm_eps, bias, kind.groups if size == self.facts.hidden_size else 1)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor that is not a linear module, by canonical name, as float32 on the device."""

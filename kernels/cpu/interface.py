@@ -74,7 +74,7 @@ class CSource(ctypes.Structure):
 class CNorm(ctypes.Structure):
     """`ll_norm`."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_double)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_double), ("groups", c_int64)]
 
 
 class CLinear(ctypes.Structure):

@@ -11,6 +11,7 @@ typedef struct {
     const float *weight; /* NULL: no norm */
     const float *bias;   /* NULL: RMSNorm, else LayerNorm; only for norms of inputs, see `norm_into` */
     double eps;
+    int64_t groups; /* of an RMSNorm of inputs: values are normed in as many groups, each by itself */
 } ll_norm;
 
 /* y = norm(x), or a copy of x without a norm */
@@ -20,9 +21,10 @@ static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t di
         memcpy(y, x, (size_t)(m * dim) * 4);
         return;
     }
-    row_job job = {.x = x, .weight = norm->weight, .bias = norm->bias, .y = y, .inner = 1, .dim = dim, .stride = dim,
-                   .eps = (float)norm->eps};
-    run_rows(norm_rows, &job, m);
+    const int64_t groups = norm->groups > 1 ? norm->groups : 1, size = dim / groups;
+    row_job job = {.x = x, .weight = norm->weight, .bias = norm->bias, .y = y, .inner = groups, .dim = size, .stride = dim,
+                   .apart = groups > 1 ? size : 0, .eps = (float)norm->eps};
+    run_rows(norm_rows, &job, m * groups);
 }
 
 typedef struct {

@@ -264,7 +264,7 @@ def mlp_layer(w: MlpWeights) -> Layer | None:
     """`ll_mlp_layer`."""
     kept: list[Any] = []
     gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    known = w.activation in _GATED and has_only(w, FUSED_MLP | {"sum_norm"}, "norm")
+    known = w.activation in _GATED and has_only(w, FUSED_MLP | {"sum_norm"}, "norm", True)
     if gate_up is None or down is None or w.norm is None or not known:
         return None
     struct = CMlpLayer(
@@ -349,7 +349,7 @@ def head_layer(w: HeadWeights) -> Layer | None:
     """`ll_head_layer`."""
     kept: list[Any] = []
     linear = _linear(w.linear, kept)
-    if linear is None or w.norm is None or not has_only(w, FUSED_HEAD, "norm"):
+    if linear is None or w.norm is None or not has_only(w, FUSED_HEAD, "norm", True):
         return None
     hidden = w.norm.weight.shape[0]
     return Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
@@ -359,14 +359,14 @@ def _known(weights: AttentionWeights | DeltaWeights | ExpertsWeights, fused: fro
     """Whether C supports these weights: with an input norm, or with hyper-connections, some of which have none."""
     layer_norm = "" if isinstance(weights, DeltaWeights) else "norm"
     normed = weights.norm is not None or weights.hyper is not None
-    return has_only(weights, fused | FUSED_HYPER, layer_norm) and normed
+    return has_only(weights, fused | FUSED_HYPER, layer_norm, True) and normed
 
 
 def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
     if norm is None:
         return CNorm()
     bias = None if norm.bias is None else _vector(norm.bias, kept)
-    return CNorm(_vector(norm.weight, kept), bias, norm.eps)
+    return CNorm(_vector(norm.weight, kept), bias, norm.eps, norm.groups)
 
 
 def _vector(vector: Tensor, kept: list[Any]) -> int:

@@ -103,6 +103,7 @@ typedef struct {
     const float *x, *weight, *bias, *cos, *sin; /* bias: of a LayerNorm; NULL: RMSNorm */
     float *y;
     int64_t inner, dim, stride, half; /* rows [outer][inner][dim], `stride` floats between outer ones */
+    int64_t apart; /* floats between the weights of inner rows; 0: the same for all */
     float eps, limit;
     int flag; /* activation, interleaved */
 } row_job;
@@ -114,7 +115,7 @@ static void norm_rows(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) {
         const float *x = j->x + i / j->inner * j->stride + i % j->inner * j->dim;
         if (j->bias) layer_norm_row(x, j->weight, j->bias, j->eps, j->dim, j->y + i * j->dim);
-        else norm_row(x, j->weight, j->eps, j->dim, j->y + i * j->dim);
+        else norm_row(x, j->weight + i % j->inner * j->apart, j->eps, j->dim, j->y + i * j->dim);
     }
 }
 

@@ -11,7 +11,10 @@ from typing import Literal, Protocol
 Part = tuple[str, str]  # ("reasoning" | "content" | "tool_call", text); for a call, the text is a delta as JSON
 State = Literal["start", "opened", "reasoning", "closed", "content"]
 
-_NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
+_NAMES = (
+    *("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think"),
+    *("ifm|think", "ifm|think_fast", "ifm|think_faster"),  # K2-Horizon, by effort; the prompt ends with one
+)
 _TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
 # (opening, closing)
 TAGS = (

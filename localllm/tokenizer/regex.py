@@ -11,6 +11,10 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
 _QWEN2 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
+_K2_HORIZON = (
+    rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}\x{{200C}}\x{{200D}}]+|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
+)
 _QWEN35 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_WS}"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _AFTER_CASED = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WS}"
@@ -62,6 +66,7 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("youtu", (_YOUTU_RUNS, _YOUTU)),
     ("tekken", (_TEKKEN,)),
     ("kimi-k2", (_KIMI_K2,)),
+    ("k2-horizon", (_K2_HORIZON,)),
     ("minicpm5", (r"\p{N}{1,3}", _MINICPM5)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
     ("afmoe", (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", rf"[{_ASIAN}]+", _DEEPSEEK3)),

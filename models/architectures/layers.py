@@ -188,6 +188,7 @@ class Norms:
     after_eps: float | None = None  # epsilon of the `after_*` norms; None: the model's
     centred: bool = False  # LayerNorms instead of RMSNorms
     bias: bool = False  # they have a bias
+    groups: int = 1  # values are normed in as many groups, each by itself
 
 
 @dataclass(frozen=True)

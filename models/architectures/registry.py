@@ -38,6 +38,7 @@ from .granite import Granite, GraniteMoe, HyperClovaX
 from .granite_hybrid import GraniteHybrid
 from .granite_swa import GraniteSwa
 from .hunyuan import HunYuanDense, HunYuanMoe, HyV3
+from .k2_horizon import K2Horizon
 from .kimi_linear import KimiLinear, Ling3
 from .kolibri1 import Kolibri1
 from .laguna import Laguna
@@ -97,6 +98,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     DeepseekV4(),
     Glm4MoeLite(),
     Youtu(),
+    K2Horizon(),
     KimiLinear(),
     Ling2(),
     Ling3(),

@@ -124,6 +124,8 @@ def test_tags_come_from_the_template() -> None:
     assert reasoning_tags("{% if '</think>' in content %}") == ("<think>", "</think>")
     assert reasoning_tags("[THINK]{{ x }}[/THINK]") == ("[THINK]", "[/THINK]")
     assert reasoning_tags("<seed:think>..</seed:think>") == ("<seed:think>", "</seed:think>")
+    efforts = "<ifm|think></ifm|think><ifm|think_fast></ifm|think_fast>"
+    assert reasoning_tags(efforts, "assistant\n<ifm|think_fast>\n") == ("<ifm|think_fast>", "</ifm|think_fast>")
     assert reasoning_tags("<|channel>thought\n{{ x }}<channel|>") == ("<|channel>thought", "<channel|>")
     assert reasoning_tags("◁think▷{{ x }}◁/think▷") == ("◁think▷", "◁/think▷")
     assert reasoning_tags("no tags", "<|im_start|>assistant\n<think>\n") == ("<think>", "</think>")

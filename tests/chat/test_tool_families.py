@@ -97,6 +97,8 @@ SHORT = {
     "muse": ("<|start|> <|message|> <atem:function_calls>", "", ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name='
              '"{{ f.name }}">\n{% for k, v in f.arguments.items() %}<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n'
              "{% endfor %}</atem:invoke>\n</atem:function_calls>{% if not loop.last %}<|eom|><|start|>assistant{% endif %}", ""),
+    "ifm": ("", "<ifm|tool_calls>\n", "<ifm|tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<ifm|arg_key>{{ k }}"
+            "</ifm|arg_key>\n<ifm|arg_value>{{ v }}</ifm|arg_value>\n{% endfor %}</ifm|tool_call>\n", "</ifm|tool_calls>"),
     "minicpm": ("", "", '<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<param name="{{ k }}">{{ v }}</param>'
                 "{% endfor %}</function>", ""),
     "apriel": ("", "<tool_calls>[", JSON + LIST, "]</tool_calls>"),

@@ -179,6 +179,12 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
          "</arg_key:opensource>\n<arg_value:opensource>5</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>"
          "now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>", "",
          [("get_weather", '{"city": "5"}'), ("now", "{}")]),
+        ("ifm", "<ifm|tool_calls>\n<ifm|tool_call>get_weather\n<ifm|arg_key>city</ifm|arg_key>\n<ifm|arg_value>a < b"
+         "</ifm|arg_value>\n<ifm|arg_key>days</ifm|arg_key>\n<ifm|arg_value>3</ifm|arg_value>\n</ifm|tool_call>\n"
+         "<ifm|tool_call>now\n</ifm|tool_call>\n</ifm|tool_calls>", "",
+         [("get_weather", '{"city": "a < b", "days": 3}'), ("now", "{}")]),
+        ("ifm", "<ifm|tool_calls><ifm|tool_call>get_weather<ifm|arg_key>city</ifm|arg_key><ifm|arg_value>5</ifm|arg_value>"
+         "</ifm|tool_call></ifm|tool_calls>", "", [("get_weather", '{"city": "5"}')]),
         ("minicpm", '<function name="get_weather"><param name="city">Kö\nln</param><param name="days">3</param></function>\n'
          '<function name="get_weather"><param name="city"><![CDATA[a </param> < b]]></param></function>'
          '<function name="now"></function>', "",
@@ -475,6 +481,7 @@ def test_formats_are_found_in_templates() -> None:
         "{{ '<function=' + name }} {{ '</function>' }}": "functionary",
         "{{ '>>>all\\n' }}": "functionary-parts",
         "'<tool_sep{}>'.format(':opensource')": "hunyuan-3",
+        "<ifm|tool_calls><ifm|tool_call>{{ name }}<ifm|arg_key>": "ifm",
         '<function name="f"><param name="k">': "minicpm",
         "within <tool_call> tags: <tool_calls>[": "apriel",
         "<TOOLCALL>[": "nemotron",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -101,7 +102,7 @@ def attention_weights(kind: str) -> AttentionWeights:
         out = LinearPart(C_FLOAT32, C_FLOAT32.prepare(Weight("dense", (64, 24), torch.randn(64, 24))), None, (64, 24))
     head_norm = norm(8) if gemma else None
     return AttentionWeights(
-        norm=norm(64),
+        norm=replace(norm(64), groups=4 if kind == "plain" else 1),
         qkv=Linear(parts),
         out=Linear((out,)),
         num_heads=4,
@@ -136,7 +137,7 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
     weights = attention_weights(kind)
     impl = C_FLOAT32 if kind == "exact" else C_INT16
     mlp = MlpWeights(
-        norm(64),
+        replace(norm(64), groups=4 if kind == "plain" else 1),
         Linear((linear(96, 64, impl), linear(96, 64, impl))),
         Linear((linear(64, 96, impl, True),)),
         "gelu_tanh" if kind == "post norms" else "silu",

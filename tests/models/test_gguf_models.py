@@ -40,7 +40,12 @@ ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "gran
 ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
-ARCHITECTURE |= {"glm5_next_text": "glm5-next", "mimo_v2_flash": "mimo2", "deepseek_v4": "deepseek4"}
+ARCHITECTURE |= {
+    "k2_horizon": "k2-horizon",
+    "glm5_next_text": "glm5-next",
+    "mimo_v2_flash": "mimo2",
+    "deepseek_v4": "deepseek4",
+}
 HC = ("fn", "base", "scale")
 CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
@@ -118,6 +123,8 @@ def write_gguf(
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     if config.get("nextn"):
         writer.add_nextn_predict_layers(config["nextn"])
+    if arch == "k2-horizon":
+        writer.add_uint32("k2-horizon.attention.group_norm_groups", config["layernorm_num_groups"])
     if arch == "spark2_5":
         writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
         writer.add_rope_dimension_count_swa(config["head_dim"])
