@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sqlite3
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from localllm import paths
 from localllm.config import load_config, settings_file
 from localllm.errors import ConfigError
+from localllm.history.database import DAMAGE
 from localllm.interface import Check
 from localllm.paths import existing, home_short
 from localllm.terminal import counted, gib
@@ -63,7 +65,11 @@ def database(survey: Survey) -> Check:
             told = opened.execute("PRAGMA quick_check(1)" if small else "PRAGMA schema_version").fetchone()[0]
         opened.close()
     except (sqlite3.Error, OSError) as error:
-        return fail(f"{home_short(place)}: {error}", "", f"mv {place} {place}.broken")
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+            return fail(f"{home_short(place)}: {error}", "", f"mv {place} {place}.broken")
+        fix = f"chmod u+rwX {shlex.quote(str(place))} {shlex.quote(str(place.parent))}"
+        locked = "locked" in str(error)
+        return fail(f"{home_short(place)}: {error}", "", "close the program that uses it" if locked else fix)
     if small and told != "ok":
         return fail(f"{home_short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
     if full := _full(place):

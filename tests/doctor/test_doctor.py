@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -303,8 +304,6 @@ def test_special_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_database_of_chats(empty_home: Path) -> None:
-    import sqlite3
-
     assert one("db.ok").status == "skip"
     place = empty_home / "data/chats.db"
     place.parent.mkdir()
@@ -317,6 +316,31 @@ def test_the_database_of_chats(empty_home: Path) -> None:
     check = one("db.ok")
     assert (check.status, check.fix) == ("fail", f"mv {place} {place}.broken")
     assert place.read_bytes() != before and list(place.parent.iterdir()) == [place], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "fix"),
+    [
+        (sqlite3.SQLITE_READONLY, "attempt to write a readonly database", "chmod u+rwX {place} {folder}"),
+        (sqlite3.SQLITE_CANTOPEN, "unable to open database file", "chmod u+rwX {place} {folder}"),
+        (sqlite3.SQLITE_BUSY, "database is locked", "close the program that uses it"),
+    ],
+)
+def test_sound_chats_are_not_to_be_moved_away(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str, fix: str
+) -> None:
+    place = empty_home / "data/chats.db"
+    place.parent.mkdir()
+    place.touch()
+    error = sqlite3.OperationalError(said)
+    error.sqlite_errorcode = code
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", fails)
+    check = one("db.ok")
+    assert (check.status, check.fix) == ("fail", fix.format(place=place, folder=place.parent))
 
 
 def test_a_full_disk_of_our_folders(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
