@@ -141,15 +141,16 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        home = "LOCALLLM_HOME" if folder.is_relative_to(paths.models_dir()) else "HF_HOME"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFit(
-                f"no space left for {folder}", "`localllm rm NAME` frees space, or set HF_HOME to another disk"
+                f"no space left for {folder}", f"`localllm rm NAME` frees space, or set {home} to another disk"
             ) from error
         if error.errno in _NOT_WRITABLE:
             why = (error.strerror or "refused").lower()
             raise ConfigError(
                 f"cannot write to the model folder {folder}: {why}",
-                "set HF_HOME to a folder you can write, for example HF_HOME=/data/hf",
+                f"make it writable, or set {home} to a folder you can write",
             ) from error
         raise
 

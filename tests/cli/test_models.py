@@ -173,6 +173,10 @@ def test_rm_takes_the_repacked_weights_of_a_model_along(invoke: Invoke, models: 
     assert [path for path in dry["paths"] if "own.packed" in path]
     assert invoke("rm", "smollm2", "-y").exit_code == 0
     assert [path.name for path in folder.iterdir()] == ["other.packed"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localllm.checkpoint.packed_file.remove", lambda path: False)
+        kept = invoke("rm", "--packed", "-y")
+    assert kept.exit_code == 2 and "1 file could not be removed, such as" in kept.stderr
     assert invoke("rm", "--packed", "-y").exit_code == 0
     assert not list(folder.iterdir()) and "--packed" not in invoke("ls").stderr
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm import hub
+from localllm import hub, paths
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
-from localllm.hub import catalog, resolution
+from localllm.hub import cache, catalog, resolution
 from localllm.hub import starter as starting
 from localllm.request import LoadProgress
 
@@ -243,6 +243,13 @@ def test_a_folder_that_cannot_be_written(index: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="cannot write to the model folder") as caught:
         hub.download(resolved)
     assert "LOCALLLM_HOME" in caught.value.hint
+
+
+def test_the_folder_of_a_model_names_its_variable(empty_home: Path) -> None:
+    for folder, variable in ((paths.models_dir() / "m", "LOCALLLM_HOME"), (empty_home / "hf/hub", "HF_HOME")):
+        with pytest.raises(ConfigError) as caught, cache.writing(folder):
+            raise PermissionError(13, "Permission denied")
+        assert caught.value.hint == f"make it writable, or set {variable} to a folder you can write"
 
 
 def test_the_hub_comes_first_when_it_has_that_file(index: Path, fake_hub: FakeHub, empty_home: Path) -> None:

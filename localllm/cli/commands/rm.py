@@ -74,6 +74,12 @@ def rm(
     done = planned
     if paths and not dry_run:
         done = remove(dry_run=False)
+        gone = {path for item in done for path in item.paths}
+        if packed and (left := [path for path in paths if path not in gone and path.suffix != ".part"]):
+            raise ConfigError(
+                f"{counted(len(left), 'file')} could not be removed, such as {clean_line(str(left[0]))}",
+                f"make {clean_line(str(left[0].parent))} writable",
+            )
         console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
     fields = {
         "removed": bool(paths) and not dry_run,
