@@ -17,10 +17,11 @@ from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import RopeFacts
-from .names import CHOICE_BIAS, NameMap, predictor_names
+from .names import CHOICE_BIAS, MTP, NameMap, predictor_names
 from .olmo2 import AFTER, FULL_EVERY, NORMS
 
 KINDS = "sparse", "dense"
+SLIDING = "sliding_attention"
 DEFAULTS = {
     "vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
@@ -79,10 +80,12 @@ class ExaoneMoe(Architecture):
         ffns = [experts if kind == "sparse" else dense for kind in kinds]
         windows, of_head = config.windows(_windowed(config)), keys.raw("mtp_layer_types")
         facts = _mixed(config, rope, context, windows, ffns)
-        if not (isinstance(of_head, list) and of_head):
-            return facts
-        windowed = of_head[0] == "sliding_attention"
-        head = next((layer for layer, one in zip(facts.layers, windows, strict=True) if bool(one) == windowed), None)
+        kind = of_head[0] if isinstance(of_head, list) and of_head else None
+        alike = (layer for layer, one in zip(facts.layers, windows, strict=True) if bool(one) == (kind == SLIDING))
+        head = next(alike, None) if kind is not None else None
+        if head is None and any(name.startswith(MTP) for name in config.checkpoint.tensors):
+            flaw = "the configuration does not say what the MTP head sees, or no layer sees the same: mtp_layer_types"
+            return replace(facts, predictor_flaw=flaw)
         head = head and replace(head, ffn=config.dense(act), fusion=Fusion())
         return config.facts(facts.layers, context, predictor=head)
 

@@ -135,6 +135,14 @@ def test_its_logits_match_transformers(name: str, tiny: Callable, paged: Any, tm
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("kinds", [[], "full_attention", None])
+def test_a_head_that_sees_nobody_knows_what_is_named(kinds: Any, tiny: Callable, tmp_path: Path) -> None:
+    one, _ = with_head(tiny("exaone-moe"), "exaone-moe")
+    with open_model(one.save(tmp_path, mtp_layer_types=kinds)) as checkpoint:
+        facts = checkpoint.facts
+    assert facts.predictor is None and facts.predictor_flaw.endswith("mtp_layer_types")
+
+
 @slow
 @pytest.mark.parametrize("name", ["qwen3.5-packable", "glm4-moe-packable"])
 def test_a_quantized_model_keeps_its_head(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
