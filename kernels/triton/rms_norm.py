@@ -69,9 +69,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
-    """RMSNorm or LayerNorm of rows [num_rows, dim]: `mixers.norm_rows`."""
+    """RMSNorm, also of groups, or LayerNorm of rows [num_rows, dim]: `mixers.norm_rows`."""
     if norm is None:
         return x
+    if norm.groups > 1:
+        return norm_streams(x.contiguous(), norm.weight, norm.eps, norm.groups)
     if norm.bias is None:
         return rms_norm(x, norm.weight, norm.eps)
     x, dim = x.contiguous(), x.shape[-1]

@@ -58,7 +58,7 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
-    if not has_only(weights, _ATTENTION, "norm") or (weights.q_norm is None) != (weights.k_norm is None):
+    if not has_only(weights, _ATTENTION, "norm", True) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
     sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.values
@@ -79,7 +79,7 @@ def attention(
 ) -> Tensor:
     """Composed attention without gates, then one launch that multiplies by all gates."""
     arguments = pages, block_table, cu_query_lens, seq_lens
-    if not weights.gate or not has_only(weights, _ATTENTION, "norm"):
+    if not weights.gate or not has_only(weights, _ATTENTION, "norm", True):
         return composed(q, weights, *arguments)
     plain = replace(weights, gate=False, head_gates=False, softplus_gate=False)
     return times_gates(composed(q[..., : weights.head_dim], plain, *arguments), q, weights.softplus_gate)
@@ -88,7 +88,7 @@ def attention(
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + attended Wᵀ: [num_tokens, hidden], in place."""
     part = only_part(weights.out, attended)
-    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION, "norm")
+    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION, "norm", True)
     if part is None or not known or not x.is_contiguous():
         return composed(attended, x, weights)
     return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
@@ -97,7 +97,7 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
     """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
     gate_up = only_part(weights.gate_up, x)
-    known = weights.activation in _GATES and has_only(weights, FUSED_MLP, "norm")
+    known = weights.activation in _GATES and has_only(weights, FUSED_MLP, "norm", True)
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
     seen, norm = _centred(x, weights.norm)
@@ -115,7 +115,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
     part = only_part(weights.linear, x)
-    if part is None or not has_only(weights, FUSED_HEAD, "norm"):
+    if part is None or not has_only(weights, FUSED_HEAD, "norm", True):
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
     x, norm = _centred(x, weights.norm)
@@ -201,8 +201,8 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
 
 
 def _centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-    """The input of a product and the norm that it can fuse: a LayerNorm is a launch of its own."""
-    return (x, norm) if norm is None or norm.bias is None else (normed(x, norm), None)
+    """The input of a product and the norm that it can fuse: a LayerNorm, or one over groups, is a launch of its own."""
+    return (x, norm) if norm is None or (norm.bias is None and norm.groups == 1) else (normed(x, norm), None)
 
 
 def only_part(linear: Linear, x: Tensor) -> LinearPart | None:

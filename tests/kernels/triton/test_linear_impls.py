@@ -224,7 +224,10 @@ def test_fused_segments(tokens: int, device: torch.device) -> None:
     down = part_of(device, make("fp8-row", 32, 16), impl, torch.randn(32))
     vocab = part_of(device, make("int8-row", 10, 32), impl)
     first = Norm(torch.rand(32).to(device), 1e-5, torch.randn(32).to(device))  # a LayerNorm, as Command R has
-    for extra, activation, softcap, norm in ((None, "silu", None, first), (post, "gelu_tanh", 2.0, post)):
+    grouped = Norm(torch.rand(32).to(device), 1e-5, groups=4)
+    for extra, activation, softcap, norm in (
+        (None, "silu", None, first), (post, "gelu_tanh", 2.0, post), (None, "silu", None, grouped)
+    ):  # fmt: skip
         weights = attention_weights(device, impl, post_norm=extra)
         found = segments.attn_out(COMPOSED["attn_out"], attended, x.clone(), weights)
         assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double().cpu()) < CLOSE

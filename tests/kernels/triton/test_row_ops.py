@@ -53,6 +53,16 @@ def test_layer_norm(shape: tuple[int, ...], device: torch.device) -> None:
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("shape", "groups"), [((1, 40), 4), ((3, 1000), 5), ((2, 4096), 8)])
+def test_norm_over_groups(shape: tuple[int, int], groups: int, device: torch.device) -> None:
+    norm = Norm(torch.randn(shape[-1]).to(device), 1e-5, groups=groups)
+    for x in (torch.randn(shape), torch.randn(shape).half()):
+        x = x.to(device)
+        found = rms_norm.normed(x, norm)
+        assert found.dtype is x.dtype
+        close(found, reference.group_norm(x, norm.weight, 1e-5, groups))
+
+
 def angles(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of some positions."""
     turns = torch.randn(num_tokens, half) * 3
