@@ -11,7 +11,6 @@ from pathlib import Path
 from localllm import paths
 from localllm.config import load_config, settings_file
 from localllm.errors import ConfigError
-from localllm.history.database import DAMAGE
 from localllm.interface import Check
 from localllm.paths import existing, home_short
 from localllm.terminal import counted, gib
@@ -65,7 +64,7 @@ def database(survey: Survey) -> Check:
             told = opened.execute("PRAGMA quick_check(1)" if small else "PRAGMA schema_version").fetchone()[0]
         opened.close()
     except (sqlite3.Error, OSError) as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return fail(f"{home_short(place)}: {error}", "", f"mv {place} {place}.broken")
         fix = f"chmod u+rwX {shlex.quote(str(place))} {shlex.quote(str(place.parent))}"
         locked = "locked" in str(error)
