@@ -21,6 +21,7 @@ OPTIONS = {
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "seed": "seed", "stop": "stop",
 }  # fmt: skip
+WHOLE = ("num_predict", "seed", "top_k")  # integers, which clients may send as 40.0, as Ollama's own server accepts
 
 
 class OllamaMessage(Body):
@@ -186,6 +187,9 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
 
 def _common(body: Asked) -> dict[str, Any]:
     options = body.options or {}
+    options = options | {
+        name: int(value) for name in WHOLE if isinstance(value := options.get(name), float) and value % 1 == 0
+    }
     fields: dict[str, Any] = {"model": body.model, "stream": body.stream is not False}
     fields |= {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
     fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
