@@ -171,6 +171,8 @@ BAD_RESPONSES = [
     (respond(background=True), "background"),
     (respond(conversation="c"), "conversation"),
     (respond(tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}), "tool_choice"),
+    (respond(tools=[{"type": "function", "name": "a b"}]), "tools[0].name"),
+    (respond(tools=[{"type": "function", "name": "f", "parameters": 5}]), "tools[0].parameters"),
     (respond(max_output_tokens=8), "max_output_tokens"),
     (respond(input=[]), "input"),
     (respond(input=[{"role": "robot", "content": "x"}]), "input[0].role"),
@@ -646,6 +648,18 @@ async def test_ollama_refusals(client, sent, status, param):
     response = await client.post("/api/chat", json=sent)
     assert response.status_code == status and response.json().keys() == {"error"}
     assert param in response.json()["error"], response.text
+
+
+async def test_ollama_integers_may_be_written_as_floats(client):
+    floats = {"num_predict": 3.0, "seed": 7.0, "top_k": 5.0}
+    texts = []
+    for options in (floats, {name: int(value) for name, value in floats.items()}):
+        answer = (await client.post("/api/chat", json=ollama(options=options, stream=False))).json()
+        assert answer["eval_count"] == 3
+        texts.append(answer["message"]["content"])
+    assert texts[0] == texts[1]
+    refused = await client.post("/api/chat", json=ollama(options={"top_k": 5.5}))
+    assert refused.json()["error"] == "options.top_k: must be an integer, not 5.5."
 
 
 def test_times_to_keep_a_model():

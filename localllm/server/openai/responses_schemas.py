@@ -99,6 +99,8 @@ def renamed(param: str | None) -> str | None:
     """Translate a chat request's field name into that of /v1/responses."""
     if param is not None and param.startswith("messages"):
         return "input" + param.removeprefix("messages")
+    if param is not None and param.startswith("tools["):
+        return param.replace("].function", "]", 1)  # functions are flat there
     return {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}.get(param or "", param)
 
 
