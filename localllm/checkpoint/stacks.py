@@ -164,7 +164,9 @@ def _is_transposed(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
     has rows.
     """
     wide, down = (tensors.get(f"{start}{kinds}_proj") for kinds in ("gate_up", "down"))
-    return wide is not None and down is not None and wide.shape[1:] == (down.shape[-1], 2 * down.shape[1])
+    if wide is None or down is None or len(down.shape) != 3:
+        return False
+    return wide.shape[1:] == (down.shape[-1], 2 * down.shape[1])
 
 
 def _split(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:

@@ -83,6 +83,8 @@ class HeadDrafter:
         self._builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
         self._graphs: DecodeGraphs | None = None
         self._hidden = torch.empty(0)  # input of the graphs, float32 [tokens, hidden]
+        # the pages of tokens that left a window are gone
+        self._most = min([MOST_KEPT, *(group.window - 1 for group in cache.groups if group.window)])
         few = max(captured, MOST_KEPT), len(head.taps), model.facts.hidden_size
         zeros = torch.zeros(few, dtype=model.embedding.dtype, device=cache.device)
         self.taps = Taps(head.taps, zeros) if head.taps else None
@@ -107,7 +109,7 @@ class HeadDrafter:
             del heard.rows[max(0, part.start - heard.at) :]
             heard.rows += rows[read:].unbind(0)
             heard.known, heard.drafts = max(0, part.start + part.num_known - heard.at), part.drafts
-            if part.start < sequence.num_prompt_tokens or len(heard.rows) > MOST_KEPT:
+            if part.start < sequence.num_prompt_tokens or len(heard.rows) > self._most:
                 full.append(sequence)
         self._read(full)
         for part in () if is_small else step.scheduled:

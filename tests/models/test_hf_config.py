@@ -31,7 +31,8 @@ STATED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
 }
-OTHERS = ("dflash", "eagle3", "bailing_moe", "bailing_moe_v2", "mimo_v2")  # which transformers does not have
+# which transformers does not have
+OTHERS = ("dflash", "eagle3", "bailing_moe", "bailing_moe_v2", "mimo_v2", "k2_horizon", "nanbeige", "spark2_5")
 RENAMED = {"exaone4_5_text": "exaone4"}  # as first published -> what transformers calls it today
 IDS = list(range(3, 60))
 

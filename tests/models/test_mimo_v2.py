@@ -12,9 +12,12 @@ import gguf
 import pytest
 import torch
 
+from localllm.engine.mtp import HeadDrafter
 from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
+from localllm.models.predictor import MtpHead
+from localllm.request import Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import ARCHITECTURE, gguf_logits
@@ -160,6 +163,11 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(
     engine = engine_of(ours, (1, 2))
     checked = Checked(engine, 3)
     assert answers(engine, requests(1)) == expected and checked.seen
+    engine = engine_of(ours, (1, 2))
+    engine.runner.listener = HeadDrafter(engine.runner, MtpHead(engine.runner.model, engine.runner.cache, 99), 0.1)
+    long = [Request([3, 5], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))]
+    assert len(answers(engine, long)[0]) == 90  # nobody asks: the head reads before pages leave the window
+    assert engine.runner.listener is not None  # it did not fail
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
