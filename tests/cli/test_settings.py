@@ -255,3 +255,10 @@ def test_a_full_disk_is_no_matter_of_permissions(invoke: Invoke, file: Path, mon
 def test_a_model_that_is_not_here_exits_3_everywhere(invoke: Invoke, empty_home: Path, words: tuple[str, ...]) -> None:
     found = invoke(*words, "smollm2")
     assert found.exit_code == 3 and "[E301]" in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-5"])
+def test_bench_checks_against_a_speed(invoke: Invoke, empty_home: Path, value: str) -> None:
+    """Nothing is slower than nan: the check would always pass."""
+    found = invoke("bench", "smollm2", f"--check={value}", env={"LOCALLLM_ENGINE": None})
+    assert found.exit_code == 2 and "--check must be a number of tokens per second" in found.stderr

@@ -78,6 +78,8 @@ def bench(
     if fake_engine():
         raise ConfigError("the scripted engine cannot be measured", "`unset LOCALLLM_ENGINE`")
     one_of("-o", output, FORMS, "localllm bench MODEL -o md")
+    if check is not None and not 0 < check < float("inf"):
+        raise ConfigError(f"--check must be a number of tokens per second above 0, not {check:g}", "--check 60")
     at_url = against is not None and "://" in against
     if against is not None and not at_url and against not in PACKAGES:
         raise ConfigError(
