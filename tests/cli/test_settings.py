@@ -11,13 +11,12 @@ from typing import Any, cast
 import pytest
 
 from localllm.cli import loading
-from localllm.cli.commands.config import is_key
 from localllm.cli.frame.command import Env
 from localllm.cli.frame.console import Console
 from localllm.cli.names import Choice
 from localllm.config import load_config
 from localllm.errors import ConfigError
-from localllm.tui.keymap import KEYS, VIM
+from localllm.tui.keymap import KEYS, VIM, is_key
 
 from .conftest import Invoke, valid
 
@@ -203,6 +202,7 @@ def test_the_themes_that_are_known_are_those_there_are() -> None:
 def test_a_key_binding_is_checked(invoke: Invoke, file: Path) -> None:
     assert invoke("config", "set", "keys.chat.stop", "ctrl+x, f5,upper_g,slash").exit_code == 0
     assert "'notakey' is not a key" in invoke("config", "set", "keys.chat.stop", "escape,notakey").stderr
+    assert "'esc' is not a key" in invoke("config", "set", "keys.chat.stop", "esc").stderr
     assert "did you mean chat.stop?" in invoke("config", "set", "keys.chat.stob", "escape").stderr
     assert "chat --list-keys" in invoke("config", "set", "keys.foo.bar", "escape").stderr
     assert invoke("config", "get", "keys.chat.stop").stdout == "ctrl+x, f5,upper_g,slash\n"

@@ -17,7 +17,6 @@ from localllm.config.keys import TABLES, Preset
 from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.terminal import clean_line
 
-MODIFIERS = {"ctrl", "shift", "alt", "super", "hyper", "meta"}
 ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")
 
 
@@ -132,6 +131,7 @@ def _change(env: Env, key: str, value: str | None, file: Path) -> None:
 def _check_binding(name: str, keys: str) -> None:
     """Raise ConfigError for an action or a key that the interface does not know."""
     from localllm.tui.keymap import KEYS as ACTIONS_BOUND
+    from localllm.tui.keymap import is_key
 
     if name not in ACTIONS_BOUND:
         meant = did_you_mean(nearest(name, ACTIONS_BOUND))
@@ -139,18 +139,6 @@ def _check_binding(name: str, keys: str) -> None:
     for key in keys.split(","):
         if key.strip() and not is_key(key.strip()):
             raise ConfigError(f"{clean_line(key.strip())!r} is not a key", f"localllm config set keys.{name} ctrl+x")
-
-
-def is_key(text: str) -> bool:
-    """Whether Textual has a key of that name: `ctrl+x`, `f5`, `escape`, `g`, `slash`."""
-    from textual import keys
-
-    *modifiers, last = text.split("+")
-    if not {*modifiers} <= MODIFIERS:
-        return False
-    names = {key.value for key in keys.Keys} | {*keys.KEY_NAME_REPLACEMENTS.values()}
-    upper = last.removeprefix("upper_")
-    return last in names or keys.key_to_character(last) is not None or (len(upper) == 1 and upper.isalpha())
 
 
 def _edit(env: Env, file: Path) -> None:
