@@ -56,6 +56,7 @@ REAL = {
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, "qwen3", True, 32_768),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, "qwen3", False, 32_768),
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, "llama", True, 32_768),
+    "nanbeige4.2-3b": Shape(3072, 10_752, 22, 48, 8, 128, "nanbeige", False, 32_768),
     "qwen3.5-4b": Shape(2560, 9216, 32, 16, 4, 256, "qwen35", True, 32_768, full_every=4),
     # half of its layers
     "qwen3-30b-a3b": Shape(2048, 6144, 24, 32, 4, 128, "qwen3moe", False, 32_768, 128, 8, 768),
@@ -174,6 +175,8 @@ class _Writer:
             w.add_expert_feed_forward_length(s.expert_inner)
         if s.arch == "gpt-oss":
             w.add_sliding_window(128)
+        if s.arch == "nanbeige":
+            w.add_uint32("nanbeige.num_loops", 2)
         if s.arch == "mimo2":
             w.add_sliding_window(128)
             w.add_sliding_window_pattern([self.kv_heads(layer) > s.kv_heads for layer in range(s.layers)])
@@ -390,7 +393,7 @@ class _Writer:
             self.vector(f"{base}.attn_sinks.weight", s.heads)
         elif s.arch == "mimo2" and kv_heads > s.kv_heads:
             self.vector(f"{base}.attn_sinks.weight", s.heads)
-        elif s.arch not in ("llama", "cohere2moe", "mimo2"):
+        elif s.arch not in ("llama", "nanbeige", "cohere2moe", "mimo2"):
             self.norm(f"{base}.attn_q_norm", s.head_dim)
             self.norm(f"{base}.attn_k_norm", s.head_dim)
 
