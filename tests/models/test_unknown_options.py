@@ -73,7 +73,6 @@ def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loade
     assert cpu.mlp_layer(replace(layer.ffn, activation="relu2")) is None
     assert cpu.attention_layer(replace(layer.mixer, causal=False)) is None
     assert cpu.attention_layer(replace(layer.mixer, sum_norm=layer.mixer.norm)) is None
-    assert cpu.mlp_layer(replace(layer.ffn, sum_norm=layer.ffn.norm)) is None
 
 
 @pytest.mark.parametrize("place", ["norm", "post_norm"])

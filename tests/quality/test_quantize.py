@@ -219,7 +219,7 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
     monkeypatch.setattr("localllm.quality.evaluate.evaluate", lambda *given, **more: None)
     monkeypatch.setattr(quality, "watched", lambda env, title, work: work(None, None))
     env = SimpleNamespace(config=UserConfig(), offline=True, progress=lambda title: None)
-    monkeypatch.setattr(quality, "local", lambda env, config, name: SimpleNamespace(path=source))
+    monkeypatch.setattr(quality, "local", lambda *_: SimpleNamespace(path=source))
     quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
     assert [one.quant for one in opened] == ["", "", "int4"]
     assert (opened[0].dtype, opened[0].kv) == ("float32", "f32")
