@@ -528,21 +528,9 @@ FUSED_LATENT = frozenset(
 )
 FUSED_COMPRESSED = frozenset(
     (
-        *(
-            "norm",
-            "inputs",
-            "q_norm",
-            "q_up",
-            "head_norm",
-            "kv_norm",
-            "narrow",
-            "out",
-            "sinks",
-            "num_heads",
-            "head_dim",
-        ),
-        *("scale", "window", "interleaved", "pools", "ratio", "overlaps", "back", "index", "entry_view", "stacked"),
-        "hyper",
+        *("norm", "inputs", "q_norm", "q_up", "head_norm", "kv_norm", "narrow", "out", "sinks", "num_heads"),
+        *("head_dim", "scale", "window", "interleaved", "pools", "ratio", "overlaps", "back", "index", "entry_view"),
+        *("stacked", "hyper"),
     )
 )
 FUSED_DELTA = frozenset(

@@ -180,11 +180,8 @@ def compressed_layer(w: CompressedWeights) -> Layer | None:
         return None
     assert w.norm is not None
     inputs, q_up, out, *rest = found
-    made, narrow, index = (
-        rest[: len(w.pools)],
-        rest[len(w.pools) :][: len(w.narrow)],
-        rest[len(w.pools) + len(w.narrow) :],
-    )
+    made, rest = rest[: len(w.pools)], rest[len(w.pools) :]
+    narrow, index = rest[: len(w.narrow)], rest[len(w.narrow) :]
     pools = [
         CPool(pool.norm.weight.shape[0], _vector(pool.places, kept), _norm(pool.norm, kept), rows)
         for pool, rows in zip(w.pools, made, strict=True)

@@ -205,17 +205,14 @@ def compressed_attention(
 ) -> Tensor:
     """`compressed.compressed_attention`."""
     window, entries = pages if isinstance(pages, CompressedPages) else (pages, None)
-    layer, views = (
-        _layer_of(weights.inputs, weights, compressed_layer),
-        (view,) if of_entries is None else (view, of_entries),
-    )
+    layer = _layer_of(weights.inputs, weights, compressed_layer)
+    views = (view,) if of_entries is None else (view, of_entries)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _are_contiguous(views)):
         return composed(x, weights, pages, view, of_entries, cu_query_lens, seq_lens)
     cos, sin, block_table, slots = view
     step = STEP.pack(x.shape[0], cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0) + pack_pages(window)
     step += KV_TARGET.pack(slots.data_ptr())
-    size, tables, own, stored, widths, wide = window.k.shape[2], (block_table.data_ptr(), 0), 0, (0, 0), (0, 0, 0), True
-    unit = 1
+    size = window.k.shape[2]
     if entries is not None and of_entries is not None:
         made, kept = window.index_keys, entries.block_keys
         assert made is not None and kept is not None
@@ -223,6 +220,7 @@ def compressed_attention(
         stored, widths = (made.data_ptr(), kept.data_ptr()), (of_entries[2].shape[1], made.shape[2], kept.shape[2])
         unit, wide = size // kept.shape[1], made.dtype is torch.float32
     else:
+        tables, own, stored, widths, unit = (block_table.data_ptr(), 0), 0, (0, 0), (0, 0, 0), 1
         wide = window.format not in ("bf16", *SCALED_FORMATS)
     places = *tables, cu_query_lens.data_ptr(), seq_lens.data_ptr(), own, *stored
     kept_in = ENTRIES.pack(*places, *block_table.shape, *widths, size, unit, wide)

@@ -29,9 +29,9 @@ from localllm.plan.planner import Planner
 from localllm.quant.encode import Target, encode
 from localllm.request import Request, SamplingParams
 
-from .test_decode_graphs import answers, engine_of, requests
+from .test_decode_graphs import answers, engine_of
 from .test_gguf_models import write_gguf
-from .test_predictor import Checked, own_logits
+from .test_predictor import Checked, check_answers_stay, own_logits
 from .test_qwen4_exp import held_and_planned, logits, prompt, relative_error
 
 NAME = "deepseek-v4"
@@ -144,11 +144,7 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable,
     """Sampled and greedy, eager and with replayed steps."""
     with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
-    expected = answers(engine_of(ours), requests(1))
-    for buckets in ((), (1, 2, 4)):
-        engine = engine_of(ours, buckets)
-        checked = Checked(engine, 3)
-        assert answers(engine, requests(1)) == expected and checked.seen
+    check_answers_stay(ours)
 
 
 def test_its_head_reads_no_page_that_left_the_window(

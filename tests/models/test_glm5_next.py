@@ -35,9 +35,8 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.planner import Planner
 
-from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
-from .test_predictor import Checked, loaded_head, own_logits
+from .test_predictor import check_answers_stay, loaded_head, own_logits
 from .test_qwen4_exp import held_and_planned, logits, prompt, relative_error
 
 SOME_FORMATS = [
@@ -130,11 +129,7 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(tiny: Callable, paged:
 def test_guesses_of_its_head_change_no_answer(tiny: Callable, tmp_path: Path) -> None:
     """Sampled and greedy, of prompts shorter and longer than what a query sees, eager and with replayed steps."""
     ours = loaded_head(with_head(tiny(NAME))[0], tmp_path)
-    expected = answers(engine_of(ours), requests(1))
-    for buckets in ((), (1, 2, 4)):
-        engine = engine_of(ours, buckets)
-        checked = Checked(engine, 3)
-        assert answers(engine, requests(1)) == expected and checked.seen
+    check_answers_stay(ours)
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,15 @@ class Checked(HeadDrafter):
         return found
 
 
+def check_answers_stay(model: Any) -> None:
+    """Check that drafts of its head change no answer, eager and with replayed steps."""
+    expected = answers(engine_of(model), requests(1))
+    for buckets in ((), (1, 2, 4)):
+        engine = engine_of(model, buckets)
+        checked = Checked(engine, 3)
+        assert answers(engine, requests(1)) == expected and checked.seen
+
+
 NOISE = 0.03  # how much layers say about the next token beside the last one
 
 

@@ -44,9 +44,8 @@ from localllm.models.samples import layer_samples, model_shapes
 from localllm.plan.memory import activation_bytes, index_bytes
 from localllm.plan.planner import Planner
 
-from .test_decode_graphs import answers, engine_of, requests
 from .test_gguf_models import write_gguf
-from .test_predictor import Checked, own_logits
+from .test_predictor import check_answers_stay, own_logits
 
 NAME, TABLE = "qwen4-exp", "model.layers.2.ple.ple_embedding.ngram_embedding"
 
@@ -161,11 +160,7 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable,
     """Sampled and greedy, eager and with replayed steps; the states of n-grams and recurrent layers go back as well."""
     with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
-    expected = answers(engine_of(ours), requests(1))
-    for buckets in ((), (1, 2, 4)):
-        engine = engine_of(ours, buckets)
-        checked = Checked(engine, 3)
-        assert answers(engine, requests(1)) == expected and checked.seen
+    check_answers_stay(ours)
 
 
 def test_a_discarded_model_with_its_head_leaves_no_cycle(
