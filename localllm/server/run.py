@@ -265,7 +265,7 @@ def url_of(sock: socket.socket) -> str:
     """The URL of a bound socket: `http://host:port`, or `unix:path`."""
     name = sock.getsockname()
     if isinstance(name, str):
-        return f"unix:{name}"
+        return f"unix:{os.path.abspath(name)}"  # other commands run in other folders
     host, port = name[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

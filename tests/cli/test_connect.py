@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import UnixStreamServer
 from threading import Thread
 
 import pytest
@@ -15,29 +16,44 @@ import yaml
 
 from localllm.cli.commands.connect import APPS, Server
 from localllm.cli.commands.connect import snippet as snippet_of
+from localllm.device.processes import Record
 
 from .conftest import Invoke, valid
 
 NAMES = ("smollm2", "Qwen/Qwen3-8B-GGUF:Q4_K_M", "it's a model.gguf", "1e3", "on", 'a"b\\c', "x: y # z", "модель")
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Lists two models to who has the key; without one, at /open."""
+
+    def do_GET(self) -> None:
+        open_to_all = self.path == "/open/v1/models" or isinstance(self.server, UnixStreamServer)
+        self.send_response(200 if open_to_all else 401)
+        self.end_headers()
+        rows = [{"id": "one", "max_model_len": 4096, "meta": {"n_ctx_train": 8192}}, {"id": "two"}]
+        self.wfile.write(json.dumps({"data": rows}).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """Something that lists two models to who has the key."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/open/v1/models" else 401)
-            self.end_headers()
-            rows = [{"id": "one", "max_model_len": 4096, "meta": {"n_ctx_train": 8192}}, {"id": "two"}]
-            self.wfile.write(json.dumps({"data": rows}).encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def on_socket(empty_home: Path) -> Iterator[str]:
+    """The only running server: it listens on a Unix socket."""
+    path = str(empty_home / "a b.sock")
+    with UnixStreamServer(path, Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        record = Record("serve", f"unix:{path}")
+        yield path
+        record.remove()
         server.shutdown()
 
 
@@ -81,6 +97,9 @@ def test_what_a_named_server_offers_is_asked(invoke: Invoke, empty_home: Path, e
     settings = json.loads(found["snippet"])["provider"]["localllm"]
     assert found["model"] == "one" and settings["models"]["one"]["limit"]["context"] == 4096
     assert settings["options"] == {"baseURL": f"{endpoint}/open/v1"}
+    assert found["models"] == ["one", "two"]
+    said = invoke("connect", "zed", "--url", f"{endpoint}/open").stderr
+    assert "# the server also offers two: --model NAME" in said
     small = invoke("connect", "claude-code", "--url", f"{endpoint}/open").stderr
     assert "about 20,000 tokens, and one holds at most 8,192: serve a model with a longer context" in small
     assert "--ctx 32k or more" in invoke("connect", "claude-code", "--url", f"{endpoint}/open", "--model", "two").stderr
@@ -100,3 +119,18 @@ def test_nothing_that_answers_is_said(invoke: Invoke, empty_home: Path) -> None:
     assert "no server is running" in result.stderr
     assert set(valid(invoke("connect", "--json").stdout, "connect-1")["apps"]) == set(APPS)
     assert "did you mean aider" in invoke("connect", "adier").stderr
+
+
+def test_a_server_on_a_unix_socket_is_found(invoke: Invoke, on_socket: str) -> None:
+    result = invoke("connect", "curl")
+    words = shlex.split(result.stdout.replace("\\\n", ""))
+    assert words[1:4] == ["--unix-socket", on_socket, "http://localhost/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "one" and "no server" not in result.stderr
+    python = invoke("connect", "python", "--url", f"unix:{on_socket}").stdout
+    compile(python, "snippet", "exec")
+    assert f"uds={json.dumps(on_socket)}" in python
+    result = invoke("connect", "llm")
+    assert f"llm cannot use unix:{on_socket}, where a server runs" in result.stderr
+    assert 'api_base: "http://127.0.0.1:8000/v1"' in result.stdout and "model_id: one" in result.stdout
+    refused = invoke("connect", "llm", "--url", f"unix:{on_socket}")
+    assert refused.exit_code == 2 and "start the server without --unix" in refused.stderr

@@ -13,25 +13,36 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from localllm.cli.attach import ASK_S
 from localllm.cli.frame.command import Env, command
 from localllm.conversation.clipboard import osc52
-from localllm.device.processes import running
+from localllm.device.processes import Running, running
 from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.terminal import clean, clean_line
+
+
+UNIX = "unix:"
+SHOWN = 8  # models listed in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """The server that an app connects to."""
 
-    url: str  # without a path
+    url: str  # http://... without a path, or unix:/path
     model: str
     ctx: int
     needs_key: bool
     most: int = 0  # the largest context that the model can hold; 0 when unknown
+    models: tuple[str, ...] = ()  # every model it offers
+
+    @property
+    def socket(self) -> str:
+        """The socket file of a server without a port; "" when it has one."""
+        return self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
 
 
-# connect.toml: name -> about, snippet, and optionally file and note
+# connect.toml: name -> about, snippet, and optionally file, note, prompt and unix
 APPS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -40,9 +51,12 @@ def snippet(app: dict[str, Any], server: Server) -> str:
     name = server.model
     plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[\w./-]+)*", name) and name.lower() not in ("true", "yes", "on", "null")
     quoted = json.dumps(name, ensure_ascii=False)
-    text = re.sub("<<(.*?)>>", r"\1" if server.needs_key else "", app["snippet"], flags=re.DOTALL)
+    text = app["unix" if server.socket else "snippet"]
+    text = re.sub("<<(.*?)>>", r"\1" if server.needs_key else "", text, flags=re.DOTALL)
     return Template(text.strip()).substitute(
         url=server.url,
+        socket=shlex.quote(server.socket),
+        socket_json=json.dumps(server.socket, ensure_ascii=False),
         ctx=server.ctx,
         output=max(256, server.ctx // 4),
         key="YOUR-KEY" if server.needs_key else "none",
@@ -74,15 +88,15 @@ def connect(
     if name not in APPS:
         meant = did_you_mean(nearest(name, APPS, 0.5))
         raise ConfigError(f"no settings for {clean_line(app)}{meant}", "`localllm connect` lists the apps")
-    one, server = APPS[name], _server(env, url, model)
+    one, server = APPS[name], _server(env, name, url, model)
     text, file, note = snippet(one, server), one.get("file"), _note(one, server)
     fields = {"app": name, "file": file, "snippet": text, "note": note, "url": server.url, "model": server.model}
-    if env.console.emit("connect/1", fields):
+    if env.console.emit("connect/1", fields | {"models": list(server.models)}):
         return 0
     if file:
         env.console.say(f"# {file}")
     env.console.line(clean(text))
-    for line in (note, "replace YOUR-KEY with your key" if server.needs_key else ""):
+    for line in (note, "replace YOUR-KEY with your key" if server.needs_key else "", _others(server)):
         if line:
             env.console.say(f"# {line}")
     if copy:
@@ -92,33 +106,53 @@ def connect(
     return 0
 
 
-def _server(env: Env, url: str | None, model: str | None) -> Server:
+def _server(env: Env, app: str, url: str | None, model: str | None) -> Server:
     """The server that was named or is running, with its first model; else the one from the settings."""
     settings = env.config.server
-    found = next((one for one in running() if one.url.startswith("http")), None)
+    unix = "unix" in APPS[app]  # whether this app can use a socket file
+    servers = [one for one in running() if one.url]
+    found = next((one for one in servers if unix or not one.url.startswith(UNIX)), next(iter(servers), None))
+    base = default = f"http://{_host(settings.host)}:{settings.port}"
     if url is not None:
         base = _checked_address(url)
-        token = next((one.token for one in running() if one.url == base), "")
+        found = next((one for one in servers if one.url == base), Running(0, "serve", base))
     elif found is not None:
-        base, token = found.url, found.token
+        base = found.url
     else:
         env.console.say("# no server is running: localllm serve")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        base, token = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", ""
-    needs_key, rows = (
-        _query_models(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
-    )
+    needs_key, rows = (bool(settings.api_key_file), []) if found is None else _query_models(base, found.token)
     if needs_key is None:
         env.console.warn(f"no server answers at {clean_line(base)}: localllm serve")
         needs_key = bool(settings.api_key_file)
+    names = tuple(str(row["id"]) for row in rows if row.get("id"))
     chosen: dict[str, Any] = next((row for row in rows if model in (None, row.get("id"))), {})
     if rows and not chosen:
-        names = ", ".join(str(row.get("id")) for row in rows[:8])
-        env.console.warn(f"{clean_line(base)} does not offer {clean_line(str(model))}; it offers {clean_line(names)}")
+        offered = clean_line(", ".join(names[:SHOWN]))
+        env.console.warn(f"{clean_line(base)} does not offer {clean_line(str(model))}; it offers {offered}")
+    if base.startswith(UNIX) and not unix:
+        what = f"{clean_line(app)} cannot use {clean_line(base)}"
+        if url is not None:
+            raise ConfigError(f"{what}, a Unix socket", "start the server without --unix")
+        env.console.warn(f"{what}, where a server runs: start it without --unix")
+        base = default
     name = model or chosen.get("id") or env.config.model or "MODEL"
     meta = chosen.get("meta")
     most = int((meta.get("n_ctx_train") if isinstance(meta, dict) else 0) or 0)
-    return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key, most)
+    return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key, most, names)
+
+
+def _host(address: str) -> str:
+    """The host of a URL for a server that listens on this address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return f"[{host}]" if ":" in host else host
+
+
+def _others(server: Server) -> str:
+    """The server's other models, which these settings do not name."""
+    others = [clean_line(name) for name in server.models if name != server.model]
+    if server.model not in server.models or not others:
+        return ""
+    return f"the server also offers {', '.join(others[:SHOWN])}{' …' if others[SHOWN:] else ''}: --model NAME"
 
 
 def _note(app: dict[str, Any], server: Server) -> str | None:
@@ -133,9 +167,11 @@ def _note(app: dict[str, Any], server: Server) -> str | None:
 
 
 def _checked_address(url: str) -> str:
-    """The address of a server, without a path. Raises ConfigError."""
+    """The address of a server: http://HOST:PORT, or unix:PATH. Raises ConfigError."""
     from urllib.parse import urlsplit
 
+    if url.startswith(f"{UNIX}/") and url.isprintable():
+        return url
     base = url.rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(base)
@@ -152,16 +188,15 @@ def _checked_address(url: str) -> str:
 
 def _query_models(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
     """Return (whether a key is needed, or None when no server answers; the models on offer)."""
-    import httpx
+    from localllm.wire import FAILURES, Wire
 
     try:
-        with httpx.Client(timeout=2.0, trust_env=False) as client:
-            answer = client.get(f"{base}/v1/models")
-            needs_key = answer.status_code == 401
-            if needs_key and token:
-                answer = client.get(f"{base}/v1/models", headers={"authorization": f"Bearer {token}"})
-            value = answer.json() if answer.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
+        status, body = Wire(base).get("/v1/models", ASK_S)
+        needs_key = status == 401
+        if needs_key and token:
+            status, body = Wire(base, token).get("/v1/models", ASK_S)
+        value = json.loads(body) if status == 200 else {}
+    except FAILURES:
         return None, []
     listed = value.get("data") if isinstance(value, dict) else None
     return needs_key, [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []

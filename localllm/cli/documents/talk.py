@@ -227,6 +227,7 @@ class Connect(TypedDict):
     note: NotRequired[str | None]
     url: NotRequired[str]
     model: NotRequired[str]
+    models: NotRequired[Annotated[list[str], Field(description="all that the server offers")]]
 
 
 class Process(TypedDict):
