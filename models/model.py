@@ -78,7 +78,8 @@ class Predictor:
     @property
     def nbytes(self) -> int:
         """Bytes of the prepared weights."""
-        return nbytes_of(self) + self.layer.nbytes
+        shared = None if self.final is None else replace(self.final, final=None)  # weights of the layer's last block
+        return nbytes_of(self) - nbytes_of(shared) + self.layer.nbytes
 
 
 @dataclass(slots=True)

@@ -133,6 +133,10 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(
         facts = checkpoint.facts
         assert facts.predictor_flaw == "" and facts.predictor_bytes > 0 and facts.head_width == 4 * 45
         ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    own = ours.predictor
+    assert own is not None and own.final is not None and own.final.final is not None
+    rest = sum(t.nbytes for t in own.final.final)  # the other weights of `final` are those of the layer's last block
+    assert own.nbytes == replace(own, final=None).nbytes + rest
     assert relative_error(own_logits(ours, paged, ids, [33, 1, 36]), run(ids)) < 1e-5
     assert relative_error(paged(ours).all_logits(ids, [33]), logits(folder, paged, ids)) < 1e-6
     with torch.no_grad():
