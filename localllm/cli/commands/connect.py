@@ -20,7 +20,6 @@ from localllm.device.processes import Running, running
 from localllm.errors import ConfigError, did_you_mean, nearest
 from localllm.terminal import clean, clean_line
 
-
 UNIX = "unix:"
 SHOWN = 8  # models listed in a message
 
