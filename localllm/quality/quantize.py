@@ -39,7 +39,9 @@ from localllm.quant.stored import read_tensor
 from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
-SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
+# a shard is written after the layer with which it holds this much, or which ends this long after the last shard: an
+# interruption loses no more than that and one layer
+SHARD_BYTES, SHARD_S = 1 << 30, 120.0
 # modules of one parent that vLLM or SGLang fuse into a matmul with one per-tensor scale: in NVFP4 they must share it
 FUSED = (
     ("q_proj", "k_proj", "v_proj", "g_proj"),  # g_proj: output gates of OLMo Hybrid
@@ -211,6 +213,7 @@ class _Work:
             seen = hessians(self.checkpoint, self.calibration, self.device)
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
+        written = time.monotonic()
         for index in range(len(self.modules) + 1):
             self._stop_if_asked()
             layer_hessians = next(seen, {}) if index else {}
@@ -220,9 +223,10 @@ class _Work:
             part, part_errors = self._layer(index - 1, layer_hessians) if index else (self._kept_tensors(state), {})
             tensors |= part
             errors |= part_errors
-            if sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or index == len(self.modules):
+            full = sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or time.monotonic() - written >= SHARD_S
+            if full or index == len(self.modules):
                 self._add(state, tensors, index, errors)
-                tensors, errors = {}, {}
+                tensors, errors, written = {}, {}, time.monotonic()
         for row in state["shards"]:
             self.report.errors |= row["errors"]
         self.report.quantised = len(self.report.errors)

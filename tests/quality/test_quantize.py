@@ -157,6 +157,24 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
         assert (tmp_path / "again" / name).read_bytes() == written[name]
 
 
+def test_a_slow_run_of_a_small_model_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shard could hold all of it: it is written before, as time passes."""
+    monkeypatch.setattr(quantize_module, "SHARD_S", 0.0)
+    cancel = threading.Event()
+    seen: list[str] = []
+
+    def tell(phase: Any) -> None:
+        seen.append(phase.detail)
+        if phase.detail == "layer 2/2":
+            cancel.set()
+
+    with pytest.raises(Aborted):
+        quantize(source, tmp_path / "out", Target("int8"), tell=tell, cancel=cancel)
+    seen.clear()
+    assert quantize(source, tmp_path / "out", Target("int8"), tell=lambda phase: seen.append(phase.detail)).errors
+    assert "layer 1/2" not in seen and "layer 2/2" in seen
+
+
 def test_shards_of_another_request_are_not_used(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_module, "SHARD_BYTES", 1)
     cancel = threading.Event()

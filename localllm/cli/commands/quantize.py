@@ -50,7 +50,8 @@ def quantize(
 ) -> int:
     """Write a smaller version of a BF16 model, in a layout that vLLM and transformers also read.
 
-    Works layer by layer and resumes an interrupted run. The source is not changed.
+    Works layer by layer. After an interruption, the same command continues; at most one layer and two minutes of work
+    are lost. The source is not changed.
     """
     import torch
 
