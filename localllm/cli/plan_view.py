@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +99,7 @@ class Sheet:
     target_tps: float
     shown: tuple[Subject, ...]  # in display order
     hints: tuple[str, ...] = ()
+    command: str = ""  # starts the recommended model as planned
 
     @property
     def benched(self) -> bool:
@@ -133,7 +133,7 @@ def show(env: Env, sheet: Sheet) -> None:
         for line in (*sheet.hints, *bar(env, sheet.star.plan, sheet.star.subject)):
             _broken(console, line) if line in sheet.hints else console.line(line)
         if not sheet.imagined:
-            console.say(f"Next: localllm chat {clean_line(shlex.quote(sheet.star.subject.name))}")
+            console.say(f"Next: {clean_line(sheet.command)}")
     else:
         for line in sheet.hints:
             _broken(console, line)

@@ -98,6 +98,22 @@ def test_the_largest_context_is_one_number(invoke: Invoke, empty_home: Path) -> 
     assert f"★ context {own[-1]['ctx']:,}: the largest that fits" in told and f"up to {largest:,}" in told
 
 
+def test_the_next_command_starts_what_was_planned(invoke: Invoke, home: Path) -> None:
+    def following(*words: str) -> str:
+        told = invoke("plan", "smollm2", *words, env={"LOCALLLM_FAKE_HW": "rtx5090x2"}).stderr
+        return next(line for line in told.splitlines() if line.startswith("Next: "))
+
+    assert following() == "Next: localllm chat smollm2"
+    split = following("--tensor-parallel", "2", "--split", "layers", "--kv", "fp8")
+    assert split == "Next: localllm chat smollm2 --kv fp8 --tensor-parallel 2 --split layers"
+    drafted = following("--draft", "smollm2", "--ctx", "4k,32k", "--device", "cpu")
+    assert drafted == "Next: localllm chat smollm2 --ctx 8192 --device cpu --draft smollm2"
+    assert following("--batch", "16") == "Next: localllm serve smollm2 --parallel 16"
+    other = rows(invoke, "qwen3-32b", "--quant", "Q4_K_M", "--kv", "fp8", "--split", "layers", hw="rtx3060")[0]
+    (cpu,) = [one["cmd"] for one in other["alternatives"] if "--device" in one["cmd"]]
+    assert cpu.endswith(" --device cpu --kv fp8")
+
+
 def test_a_window_that_is_too_small_is_refused_with_the_least(invoke: Invoke, empty_home: Path) -> None:
     result = invoke("plan", "smollm2", "--ctx", "8")
     assert result.exit_code == 2 and "--ctx must be numbers of at least 16, such as 8k,32k, not '8'" in result.stderr

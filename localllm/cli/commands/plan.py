@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -99,8 +100,12 @@ def plan(
     shown = subjects if every or quant else _best_files(subjects, options, advised)
     hints = _hints(env, models, advised, options, limit, hardware.gpu if hardware.vram is None else None)
     words = (*hints, *_splits(shown if models else (), planner))
-    sheet = Sheet(planner, rows, windows, star, imagined, target_tps, tuple(shown), words)
-    listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
+    given = {"--config": env.options.config, "--device": env.options.device, "--kv": kv, "--draft": draft}
+    given |= {"--mmproj": mmproj, "--experts": experts, "--tensor-parallel": tensor_parallel, "--split": split}
+    flags = {option: str(value) for option, value in given.items() if value is not None}
+    command = _next(star, flags, batch) if star is not None else ""
+    sheet = Sheet(planner, rows, windows, star, imagined, target_tps, tuple(shown), words, command)
+    listed = [_json(row, star is not None and row.subject is star.subject, flags) for row in rows]
     if not env.console.emit("plan/1", {"machine": asdict(planner.machine), "rows": listed}):
         show(env, sheet)
     if any(all(s.needs for s in subjects if s.asked == name) for name in models or ()):
@@ -243,6 +248,24 @@ def _star(
     return asked[-1] if asked else _row(best, "auto", planner)
 
 
+def _next(star: Row, flags: Mapping[str, str], batch: int | None) -> str:
+    """The command that starts the recommended model as it was planned."""
+    ctx = {"--ctx": str(star.plan.ctx)} if star.plan is not None and star.wished != "auto" else {}
+    typed = shlex.quote(star.subject.name)
+    if batch is not None:
+        return _with_flags(f"localllm serve {typed}", {**ctx, **flags, "--parallel": str(batch)})
+    return _with_flags(f"localllm chat {typed}", {**ctx, **flags})
+
+
+def _with_flags(command: str, flags: Mapping[str, str]) -> str:
+    """Add the flags that the command does not set itself; what only splits a model over GPUs not to one for the CPU."""
+    words = shlex.split(command)
+    kept = {option: value for option, value in flags.items() if option not in words}
+    if words[-2:] == ["--device", "cpu"]:
+        kept = {option: value for option, value in kept.items() if option not in ("--tensor-parallel", "--split")}
+    return " ".join([command, *(f"{option} {shlex.quote(value)}" for option, value in kept.items())])
+
+
 def _best_files(
     subjects: Iterable[Subject], options: Mapping[Subject, fit.Option], advised: Mapping[str, Subject]
 ) -> list[Subject]:
@@ -321,13 +344,16 @@ def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
         yield f"{subject.shown} {subject.quant} {asked}: {window}; {sizes}{assumed}"
 
 
-def _json(row: Row, star: bool) -> dict[str, Any]:
+def _json(row: Row, star: bool, flags: Mapping[str, str]) -> dict[str, Any]:
     from localllm.plan.quality import measured
 
     subject, made = row.subject, row.plan
     base = picked(subject, "quant local download_bytes") | {"model": subject.name, "recommended": star}
     base |= {"fits": row.fits, "needs": subject.needs or None, "reason": row.reason or None}
-    base["alternatives"] = [{"cmd": command, "note": note} for command, note in row.fixes]
+    base["alternatives"] = [
+        {"cmd": _with_flags(command, flags) if command.startswith("localllm chat ") else command, "note": note}
+        for command, note in row.fixes
+    ]
     if made is None:
         return base | {"ctx": row.wished, "reasons": []}
     pool = made.kv_bytes - made.sequence_bytes if row.fits else 0  # memory left over holds pages for more requests
