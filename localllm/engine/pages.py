@@ -305,7 +305,6 @@ class Pages:
         child.table_version += 1
         child.node, child.num_tree_pages = parent.node, parent.num_tree_pages
         child.num_computed_tokens = parent.num_computed_tokens
-        child.num_cached_tokens = parent.num_cached_tokens
         return True
 
     def commit(self, sequence: Sequence) -> None:

@@ -98,7 +98,7 @@ class Scheduler:
 
         A queued child of a model with recurrent layers holds no state slot and restarts from the prefix cache.
         """
-        child.order = parent.order
+        child.order, child.num_cached_tokens = parent.order, parent.num_cached_tokens
         runs = len(self.running) < self.limits.max_parallel
         if (runs or self.pages.slots is None) and self.pages.fork(parent, child) and runs:
             child.state = SequenceState.RUNNING
@@ -204,7 +204,8 @@ class Scheduler:
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
-            self._take_slots(step, sequence, sequence.num_uncomputed_tokens)
+            # more than one where a grammar forced some, or after a preemption: a window group has no room for more
+            self._take_slots(step, sequence, min(sequence.num_uncomputed_tokens, self.limits.prefill_budget))
 
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget
@@ -226,7 +227,7 @@ class Scheduler:
             fresh = not any(sequence.block_tables)
             if fresh:
                 cached = self.pages.attach_prefix(sequence)
-                if sequence.num_preemptions == 0:
+                if sequence.num_preemptions == 0 and not sequence.num_output_tokens:  # a fork's prompt was computed
                     sequence.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
             count = self._chunk(sequence, budget)
             if not count:

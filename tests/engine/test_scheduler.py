@@ -159,6 +159,20 @@ def test_a_lone_sequence_without_room_is_reported_not_stuck():
     scheduler.check_integrity()
 
 
+def test_a_preempted_answer_takes_no_more_pages_of_a_window_than_a_chunk_of_a_prompt():
+    pages = Pages([32, 4], [None, 6], PAGE)  # as planned: the window and a chunk, and a page for unaligned starts
+    scheduler = Scheduler(pages, SchedulerLimits(prefill_budget=4))
+    memory, one = Memory(pages), sequence(scheduler, range(8))
+    scheduler.add(one)
+    while one.num_output_tokens < 20:
+        advance(scheduler, memory)
+    scheduler.preempt_latest()
+    pages.tree.clear()
+    before = one.num_output_tokens
+    while one.num_output_tokens == before:
+        assert not advance(scheduler, memory)[0].out_of_pages
+
+
 def test_priority_goes_first_and_is_preempted_last():
     scheduler, memory = build(num_pages=6, max_parallel=1, prefill_budget=64)
     low, high = sequence(scheduler, range(4)), sequence(scheduler, range(50, 54), priority=5)

@@ -194,6 +194,17 @@ def test_log_probabilities_of_a_prompt_are_taken_once_for_all_its_answers():
     assert engine.stats().prefix_hit_tokens == 3 * 96  # of those that had to wait
 
 
+def test_answers_that_had_to_wait_do_not_call_their_own_prompt_cached():
+    engine = make(max_parallel=1)
+    stream = engine.submit(request([index * 7 % VOCAB for index in range(100)], n=3))
+    while not engine.is_idle:
+        engine.run_once()
+    events = list(stream)
+    assert engine.stats().prefix_hit_tokens == 2 * 96
+    assert {event.cached_tokens for event in events} == {0, None}
+    assert [event.usage.cached_tokens for event in events if event.usage] == [0, 0, 0]
+
+
 def test_a_long_prompt_leaves_checkpoints_on_its_way():
     engine = make(num_pages=600, max_context=9000, prefill_budget=1500)
     prompt = [index * 7 % VOCAB for index in range(5000)]
