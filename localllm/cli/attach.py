@@ -60,7 +60,6 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         shared = [name for name in names if name in one.models]
         if (shared or (not names and one.models)) and _answers(one):
             return Attached(one.url, one.token, shared[0] if shared else "")
-    servers = [one for one in servers if one.kind == "serve"]
     return next((found for one in servers if (found := _offer(one, names))), None) or _wake_service(names, servers)
 
 

@@ -28,6 +28,12 @@ class Choice:
     shown: str  # the name shown to people
     revision: str | None = None
     quant: str | None = None
+    here: str = ""  # its name on this machine, when a server has another
+
+    @property
+    def saved(self) -> str:
+        """The name by which a saved chat finds it again."""
+        return self.here or self.name
 
 
 def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
@@ -63,8 +69,8 @@ def placed(
         choice = Choice(attached.model, model)  # the server knows it by this name: no lookup needed
     else:
         choice = _default_choice(env, config, model, resumed)
-        attached = find_server(wish, tuple(dict.fromkeys((choice.name, choice.shown))))
-        choice = choice if attached is None else Choice(attached.model, choice.shown)
+        attached = find_server(wish, (choice.name,))  # another file may have the same short name
+        choice = choice if attached is None else Choice(attached.model, choice.shown, here=choice.name)
     if attached is not None:
         env.console.say(f"using {clean_line(choice.shown)} at {attached.url}")
     return choice, attached

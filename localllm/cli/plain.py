@@ -39,7 +39,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:
             raise cannot_chat(clean_line(facts.model), facts.embeds)
-        conversation.model = start.choice.name
+        conversation.model = start.choice.saved
         device = f" on {facts.device}" if facts.device else ""
         console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl+D to quit.")
         for warning in facts.warnings:
@@ -47,7 +47,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         for line in start.tools.connect() if start.tools is not None else ():
             console.warn(line[2:]) if line.startswith("! ") else console.say(line)
         session = session_of(env, config, start, backend)
-        session.model = start.choice.name
+        session.model = start.choice.saved
         session.copy = lambda text: clipboard.copy(text, console.to_terminal)
         try:
             Lines(env, config, session).loop()
@@ -57,7 +57,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
             if start.tools is not None:
                 start.tools.close()
             start.saver.close()
-    farewell(env, conversation, start.saver, start.choice.name)
+    farewell(env, conversation, start.saver, start.choice.saved)
     return 0
 
 

@@ -40,7 +40,8 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Serv
         extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
         model = known.get(choice.name) or _described(choice.name)
         offer = _offer(model) if model is not None else ServedModel(choice.shown, choice.name)
-        offers.append(replace(offer, name=choice.shown, source=choice.name, aliases=extra))
+        also = (choice.name, *offer.also)  # with path and revision: what commands on this machine ask for
+        offers.append(replace(offer, name=choice.shown, source=choice.name, aliases=extra, also=also))
     return offers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend)
     from localllm.conversation.session import Session
 
     model = (start.choice.shown or start.choice.name) if start.choice else ""
+    if start.choice and os.path.isabs(start.choice.saved):
+        model = start.choice.saved  # the last part of a path does not load it again
     made = Session(
         backend, start.conversation, start.saver, model, presets=config.presets, files=list(start.files),
         first=start.first, endpoint=ChatEndpoint(env, config, backend, start.record), serves=start.serve,

@@ -42,7 +42,7 @@ class ServedModel:
     license: str = ""
     modified: float = 0.0  # seconds since the epoch
     container: str = "safetensors"  # file format: gguf | safetensors
-    also: tuple[str, ...] = ()  # unlisted names that also match, such as Ollama's
+    also: tuple[str, ...] = ()  # unlisted names that also match, such as Ollama's, or the path of its files
     embeds: bool = False  # an embedding model, which does not generate
     sees: bool = False  # accepts images
     template_of: Callable[[], str] = field(default=str, compare=False)  # reads its chat template
@@ -54,7 +54,7 @@ class ServedModel:
         return cls(
             names[0], str(llm.path), tuple(names[1:]), _stored_bytes(llm.path), facts.num_params, facts.stored_format,
             facts.architecture, facts.max_context, llm.has_chat_template, facts.license, llm.path.stat().st_mtime,
-            container_of(llm.path), embeds=bool(facts.pooling), sees=facts.vision is not None,
+            container_of(llm.path), (str(llm.path),), bool(facts.pooling), facts.vision is not None,
         )  # fmt: skip
 
     @property

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from localllm.cli.frame.command import Env
+from localllm.cli.frame.command import Env, Options
 from localllm.cli.names import Choice
 from localllm.cli.start import Start
 from localllm.config import UserConfig
@@ -35,6 +36,7 @@ class Server(BaseHTTPRequestHandler):
     asked: list[tuple[str, dict[str, Any]]] = []
     loaded: set[str] = set()
     refusal = ""
+    file = ""  # the path of `tiny`, when it was started with one
 
     def log_message(self, *words: object) -> None:
         """Quiet."""
@@ -54,6 +56,8 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         rows = [self._row("tiny"), self._row("base")]
         one = next((row for row in rows if self.path == f"/v1/models/{row['id']}"), None)
+        if self.file and self.path == f"/v1/models/{quote(self.file)}":
+            one = {**rows[0], "id": self.file, "root": "tiny"}
         told = {"truth_line": "tiny · Q4_1", "device": "cpu", "warnings": ["warm"]}
         answers: dict[str, Any] = {
             "/health": {"status": "ok"}, "/v1/models": {"data": rows},
@@ -89,7 +93,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
     """It runs, and it is the only one of ours that runs."""
-    Server.asked, Server.loaded, Server.refusal = [], set(), ""
+    Server.asked, Server.loaded, Server.refusal, Server.file = [], set(), "", ""
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -259,6 +263,32 @@ def test_a_chat_that_keeps_its_model_keeps_the_next(
     said = started(backend, "tiny")
     assert not any("using" in line for line in said) and not server.asked
     backend.close()
+
+
+def test_a_file_is_found_by_its_path_and_saved_with_it(
+    server: type[Server], monkeypatch: pytest.MonkeyPatch, empty_home: Path, tmp_path: Path
+) -> None:
+    """Another file may have the same name, and the name alone does not find it again."""
+    from localllm.cli.start import session_of
+    from localllm.history.store import History
+
+    file = tmp_path / "my models" / "tiny"
+    file.mkdir(parents=True)
+    monkeypatch.setattr("localllm.cli.names.choose", lambda *_: Choice(str(file), "tiny"))
+    done = run("run", str(file), "hi")
+    assert done.exit_code and "using tiny" not in done.stderr and not server.asked
+    server.file = str(file)
+    done = run("run", str(file), "hi", "--log")
+    assert done.exit_code == 0 and "using tiny at" in done.stderr and server.asked[-1][1]["model"] == "tiny"
+    with History() as history:
+        assert history.chats(1)[0].model == str(file)
+    starts: list[Start] = []
+    monkeypatch.setattr("localllm.cli.commands.chat.full_screen", lambda env, config, start: starts.append(start) or 0)
+    monkeypatch.setenv("TEXTUAL_DRIVER", "none")
+    run("chat", str(file))
+    assert starts[0].attached is not None and starts[0].attached.model == "tiny"
+    made = session_of(Env(Options()), UserConfig(), starts[0], None)  # type: ignore[arg-type]
+    assert made.model == str(file)
 
 
 def test_asking_a_server_imports_little() -> None:

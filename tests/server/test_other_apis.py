@@ -620,6 +620,7 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     }  # fmt: skip
     assert {(d["family"], d["parameter_size"]) for d in found.values()} == {("llama", "109K")}
     assert models["tiny.gguf"].aliases == ("other",) and models["tiny.gguf"].size_bytes == tiny_path.stat().st_size
+    assert str(tiny_path) in models["tiny.gguf"].also and str(tiny_path) not in models["tiny.gguf"].ids
     assert models["dense"].size_bytes > 100_000 and models["dense"].max_context > 0
     assert "im_start" in models["mine"].template_of() and not (models["mine"].embeds or models["mine"].sees)
 

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, on, work
@@ -75,8 +74,6 @@ class ChatScreen(Actions):
 
     async def on_mount(self) -> None:
         options = self.frame.options
-        if options.name and Path(options.name).is_absolute() and Path(options.name).name == self.session.model:
-            self.session.model = options.name  # the last part of a path does not load it again
         self.set_class(options.ui.stats == "off", "-no-stats")
         self.transcript.anchor()
         self.state.offline = options.offline

@@ -183,7 +183,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         view = events or (Text(console, job) if not console.as_json else None)
         answers = _answers(console, backend, job, messages, view.event if view else lambda event: None)
         if job.chat is not None:
-            _keep(env, job.chat, answers, choice.name)
+            _keep(env, job.chat, answers, choice.saved)
         shown = answers if job.extract is None else _extracted(answers, job.extract)
         if isinstance(view, Text):
             view.close(shown)
