@@ -163,7 +163,7 @@ def experts(
     ids   as in `experts.route`
     """
     if ids is not None:
-        mix = partial(mixture, ids=ids)
+        mix = partial(mix, ids=ids)
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
     activate, own = activations[weights.activation], weights.apart
     normed = norm_rows(rms_norm, x, weights.norm)

@@ -30,20 +30,18 @@ from .segments import FUSED, only_part
 
 BLOCK = 1024
 _GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
-_STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked"}
+_STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked", "table"}
 
 
 def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
-    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place."""
-    if ids is not None:
-        return composed(x, weights, ids=ids)
+    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place; `ids` as in `experts.route`."""
     if weights.stacked is None or weights.host is not None or not _supports_tiles(x, *weights.stacked):
-        return composed(x, weights)
+        return composed(x, weights, ids=ids)
     if any(one.additions is not None for each in (weights.gate_up, weights.down) for one in each):
-        return composed(x, weights)
+        return composed(x, weights, ids=ids)
     if x.shape[0] <= SMALL_TOKENS and x.is_contiguous() and weights.post_norm is None and _is_for_steps(x, weights):
-        return _step(x, weights)
-    return composed(x, weights, mix=mixture)
+        return _step(x, weights, ids)
+    return composed(x, weights, mix=mixture, ids=ids)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
@@ -54,7 +52,7 @@ def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
     return weights.activation in _GATES and has_only(weights, _STEP_FIELDS, "norm")
 
 
-def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
+def _step(x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
     """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert.
 
     With hyper-connections there is no residual.
@@ -68,7 +66,7 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     norm = weights.norm if folds and weights.norm is not None and weights.norm.bias is None else None
     seen = x if norm is not None else normed(x, weights.norm)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
-    chosen, shares = routed(logits, weights)
+    chosen, shares = routed(logits, weights, ids)
     taken, shares = _weighted_inputs(seen, shares, weights)
     residual = x if weights.hyper is None else None
     outputs = _expert_outputs(taken, chosen, weights, norm=norm)
@@ -91,9 +89,15 @@ def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:
     return all(part.impl.name in FUSED for part in parts) and card_of(x.device).capability >= 80
 
 
-def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+def mixture(
+    x: Tensor,
+    router_input: Tensor,
+    weights: ExpertsWeights,
+    activate: Callable[[Tensor], Tensor],
+    ids: Tensor | None = None,
+) -> Tensor:
     """`experts.mixture` for `stacked` weights: float32 [num_tokens, hidden]."""
-    chosen, shares = routed(weights.router(router_input), weights)
+    chosen, shares = routed(weights.router(router_input), weights, ids)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
     taken, shares = _weighted_inputs(seen, shares, weights)
@@ -259,13 +263,13 @@ def _route_kernel(
     tl.store(share_ptr + token * TOP_K + slot, shares, mask=there)
 
 
-def routed(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+def routed(logits: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`experts.route` with int32 expert indices: [num_tokens, top_k] both.
 
     logits   [num_tokens, num_experts]
     """
-    if weights.groups > 1:
-        chosen, shares = route(logits.float(), weights)
+    if weights.groups > 1 or weights.table is not None:
+        chosen, shares = route(logits.float(), weights, ids)
         return chosen.int(), shares
     tokens, count = logits.shape
     logits = logits.contiguous()

@@ -504,9 +504,11 @@ class SegmentTrial:
         for layer in self.layers:
             if name in _segments_of(*layer):
                 outputs = []
+                hashed = name == "experts" and isinstance(layer[1], ExpertsWeights) and layer[1].table is not None
+                more = {"ids": self._per_layer_inputs()} if hashed else {}
                 for call in (run, REFERENCES[name]):
                     cache = None if name in FEEDS + HYPER else self._cache(layer[0])
-                    found = call(*self._arguments(name, layer, cache))
+                    found = call(*self._arguments(name, layer, cache), **more)
                     outputs.append((list(found) if isinstance(found, tuple) else [found], [cache]))
                 if problem := _compare_kept(outputs, self._tolerance):
                     return problem
@@ -517,7 +519,7 @@ class SegmentTrial:
         (mixer, ffn, view), (x, _, views, cu, lens, _) = layer, self._made
         x = x.clone()
         if name in FEEDS:
-            return x, replace(ffn, table=None) if isinstance(ffn, ExpertsWeights) else ffn  # no fused one reads it
+            return x, ffn
         if name in HYPER:
             weights: HyperWeights | MixedWeights = mixer.hyper  # type: ignore[union-attr,assignment]
             wide = torch.randn((x.shape[0], weights.wide), generator=seeded(27)).to(x)

@@ -97,15 +97,15 @@ def composed(x: Tensor, weights: ExpertsWeights, **how: Any) -> Tensor:
     return REFERENCES["experts"](x, weights, **how)
 
 
-def check(made: Both, tokens: int, device: torch.device, *wrong: Any) -> None:
+def check(made: Both, tokens: int, device: torch.device, *wrong: Any, **how: Any) -> None:
     """Compare with the reference; references with `wrong` weights must differ."""
     hidden = made.ours.down[0].out_features
     # small beside what is added: the sum is rounded once by ours, twice by the reference
     x = (torch.randn(tokens, hidden) * 2e-3).half().to(device)
-    found = triton_experts.experts(composed, x.clone(), made.ours) - x
+    found = triton_experts.experts(composed, x.clone(), made.ours, **how) - x
 
     def apart(weights: Any) -> float:
-        wanted = REFERENCES["experts"](x.clone(), weights) - x
+        wanted = REFERENCES["experts"](x.clone(), weights, **how) - x
         return float((found - wanted).double().norm() / wanted.double().norm())
 
     assert apart(made.plain) < 4e-3
@@ -126,6 +126,15 @@ def test_the_first_norm_may_be_a_layer_norm(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", [kind if kind in ("in kernels", "inputs") else slow(kind) for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
     check(mixture(kind, device), tokens, device)
+
+
+@pytest.mark.parametrize("tokens", [1, slow(2), 20])
+def test_experts_chosen_by_token_id_stay_on_the_card(tokens: int, device: torch.device) -> None:
+    table = torch.rand(30, EXPERTS).argsort(1)[:, :TOP_K].to(device)
+    made = mixture("root of softplus", device)
+    hashed = Both(*(replace(one, table=table) for one in made))
+    ids = torch.arange(5, 5 + tokens).to(device)
+    check(hashed, tokens, device, made.plain, replace(hashed.plain, table=table.flip(0)), ids=ids)
 
 
 @pytest.mark.parametrize("tokens", [1, slow(20)])
