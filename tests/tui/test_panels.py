@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from localllm.tui.widgets.home import Home, model_line
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.sidebar import Sidebar
 
-from .conftest import Chat, chat
+from .conftest import WAIT_S, Chat, chat
 
 
 def shown(running: Chat, selector: str) -> str:
@@ -245,6 +246,19 @@ async def test_q_goes_through_the_formats_of_a_model_and_quality_is_shown_where_
         await running.until(lambda: str(table.get_row_at(3)[1]) == "Q4_K_M")
         await running.pilot.press("q", "enter")
         await running.until(lambda: running.backend.started[-1] == ("fake-download:Q8_0", {}))
+
+
+async def test_the_picker_says_that_it_is_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning every model takes a while; meanwhile the table is empty."""
+    async with chat() as running:
+        found = threading.Event()
+        monkeypatch.setattr(running.backend, "choices", lambda ctx=None: [] if found.wait(WAIT_S) else None)
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        await running.pilot.resize_terminal(100, 30)
+        await running.until(lambda: shown(running, "#model-detail") == "looking …")
+        found.set()
+        await running.until(lambda: shown(running, "#model-detail") == "no models")
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         """`now` is the running model; `tell` reports the progress of a download, even after this screen is closed."""
         super().__init__()
         self._now, self._tell = now, tell
-        self._rows: list[ModelChoice] = []
+        self._rows: list[ModelChoice] | None = None  # None until they have been looked up
         self._shown: list[ModelChoice] = []
         self._window = 0
         self._scope = 0
@@ -74,7 +74,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             box.border_title = "Models"
             yield Input(placeholder="/ filter", compact=True, id="model-filter")
             yield Table(cursor_type="row", id="model-table")
-            yield Static("looking …", id="model-detail", markup=False)
+            yield Static(id="model-detail", markup=False)
 
     def on_mount(self) -> None:
         self._set_columns()
@@ -119,7 +119,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         words = self.query_one(Input).value.casefold().split()
         scope = SCOPES[self._scope]
         self._shown = [
-            row for row in (self._chosen(row) for row in self._rows)
+            row for row in (self._chosen(row) for row in self._rows or ())
             if all(word in f"{row.name} {row.format} {row.note}".casefold() for word in words)
             and (scope == "all" or (row.local if scope == "on disk" else row.fits))
         ]  # fmt: skip
@@ -153,7 +153,8 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if row := self.row:
             self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#model-detail").size.width))))
         else:
-            self._say("no model matches this filter" if self._rows else "no models")
+            none = "looking …" if self._rows is None else "no models"
+            self._say("no model matches this filter" if self._rows else none)
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if at is not None:  # also on this machine, with its own row
             self.query_one(DataTable).move_cursor(row=at)
             return
-        head = next(one.name for one in self._rows if self._chosen(one).name == row.name)
+        head = next(one.name for one in self._rows or () if self._chosen(one).name == row.name)
         self._quants[head] = other.name
         self._fill(other.name)
 
