@@ -22,7 +22,7 @@ from localllm.models.architectures.facts import (
     linear_shapes,
 )
 from localllm.models.architectures.layers import Experts, LayerFacts
-from localllm.models.architectures.mixers import CompressedAttention, Entries
+from localllm.models.architectures.mixers import Attention, CompressedAttention, Entries, LatentAttention
 from localllm.plan.placement import Placement, room_of
 from localllm.request import CAPTURED_BLOCKS, CATCH_UP, CROWD, MOST_DRAFTS, READ_AT_ONCE
 
@@ -394,10 +394,7 @@ class Memory:
     @cached_property
     def graph_buckets(self) -> tuple[int, ...]:
         """Batch sizes to capture decode steps for: 1, 2, 4, 8, ... and `max_parallel`; () if a step needs the host."""
-        if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
-            return ()
-        compresses = any(isinstance(mixer, CompressedAttention) for mixer in self.facts.attention)
-        if compresses and not (self._runs_fused and self.kv != "f32"):
+        if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts or self.reads_back:
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
@@ -412,20 +409,23 @@ class Memory:
             return ()
         return tuple(size for size in GUESS_BUCKETS if self.slot_bytes or size not in self.graph_buckets)
 
-    @property
-    def captures(self) -> bool:
-        """True if a graph captures whole decode steps.
-
-        Not before sm_80 and not in deterministic mode: there the host reads the router's choice, and latent attention
-        has no kernel of its own.
-        """
-        return self._runs_fused and bool(self.graph_buckets)
-
-    @property
-    def _runs_fused(self) -> bool:
-        """Whether no step has to look at results on the host."""
-        gpu = self.where.gpu
-        return gpu is not None and gpu.capability >= 80 and self.options.deterministic is not True
+    @cached_property
+    def reads_back(self) -> str:
+        """Why the host reads results in the middle of a step on a GPU, so that it cannot be captured; "" otherwise."""
+        gpu, mixers = self.where.gpu, self.facts.attention
+        if gpu is None:
+            return ""
+        # what the kernels need: `kernels.triton.ops` and `kernels.triton.experts`
+        plain, is_exact = gpu.capability < 80, self.options.deterministic is True
+        if (plain or is_exact) and any(isinstance(layer.ffn, Experts) for layer, _ in self.facts.kinds):
+            where = "before compute capability 8.0" if plain else "in deterministic mode"
+            return f"{where} the host looks up which experts a token needs"
+        of_latents = any(isinstance(mixer, LatentAttention | CompressedAttention) for mixer in mixers)
+        wide = any(isinstance(mixer, Attention) and mixer.head_dim > LARGEST_PLAIN_HEAD for mixer in mixers)
+        if (plain or self.kv == "f32") and (of_latents or wide):
+            where = "before compute capability 8.0" if plain else "with a float32 KV cache"
+            return f"{where} PyTorch computes the attention of {'latents' if of_latents else 'large heads'}"
+        return ""
 
     @property
     def num_drafts(self) -> int:

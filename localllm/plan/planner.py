@@ -334,7 +334,10 @@ class Planner:
             idle=idle_card(machine, where.device),
             reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_expert_speeds(memory, pace), *threads.reasons),
         )
-        return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
+        warnings = [*_warnings(facts, machine, made, where.gpu)]
+        if memory.reads_back and options.graphs and not (facts.pooling or memory.host_experts):
+            warnings.append(f"no CUDA graphs, so decoding is slower: {memory.reads_back}")
+        return replace(made, warnings=tuple(warnings))
 
 
 def _adapter_bytes(options: EngineOptions) -> int:

@@ -170,7 +170,7 @@ class Speeds:
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
         full = read + memory.sequence_bytes(ctx) - memory.unseen_bytes(ctx)
         fused = gpu is not None and gpu.capability >= 80 and memory.options.deterministic is not True
-        first, last = (0 if memory.captures else launches_of(facts, behind, fused) for behind in (0, ctx))
+        first, last = (0 if memory.graph_buckets else launches_of(facts, behind, fused) for behind in (0, ctx))
         start, end, pace = (
             tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches, kind))
             for share, count, launches in ((eta, read, first), (eta, full, last), (steady, read, first))

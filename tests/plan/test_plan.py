@@ -16,7 +16,7 @@ from localllm.device import MachineFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, LatentAttention, RopeFacts
 from localllm.plan.memory import MIB, SPLIT_PART_BYTES, Memory
 from localllm.plan.placement import Placement
@@ -212,6 +212,31 @@ def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
 def test_graph_buckets() -> None:
     for most, sizes in ((1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))):
         assert plan(model(), MACHINES["rtx4090"], EngineOptions(max_parallel=most)).graph_buckets == sizes
+
+
+def test_no_step_is_captured_where_the_host_reads_results() -> None:
+    usual = LayerFacts(Attention(20, 4, 128, RopeFacts(1e6, 64)), Dense(10_240))
+    mixture = model(layers=(replace(usual, ffn=Experts(8, 2, 512)),) * 4)
+    latent = model(layers=(replace(usual, mixer=latents()),) * 4)
+    wide = model(layers=(replace(usual, mixer=replace(usual.mixer, head_dim=512)),) * 4)
+    newer = MACHINES["rtx4090"]
+    older = replace(newer, gpus=(replace(newer.gpus[0], capability=75),))
+    exact, wide_kv = EngineOptions(deterministic=True), EngineOptions(kv="f32")
+    for facts, machine, options, word in (
+        (mixture, newer, exact, "deterministic"),
+        *((mixture, older, EngineOptions(), "8.0"), (latent, older, EngineOptions(), "8.0")),
+        *((latent, newer, wide_kv, "float32"), (wide, newer, wide_kv, "float32")),
+    ):
+        made = plan(facts, machine, options)
+        (warning,) = (one for one in made.warnings if "no CUDA graphs" in one)
+        assert not made.graph_buckets and not made.guess_buckets and word in warning
+        assert "no CUDA graphs" not in str(plan(facts, machine, replace(options, graphs=False)).warnings)
+    plain = model(layers=(usual,) * 4)
+    for facts, machine, options in (
+        *((mixture, newer, EngineOptions()), (mixture, newer, wide_kv), (latent, newer, exact), (wide, newer, exact)),
+        *((plain, newer, exact), (plain, newer, wide_kv), (plain, older, EngineOptions())),
+    ):
+        assert plan(facts, machine, options).graph_buckets
 
 
 def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> None:
