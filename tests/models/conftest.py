@@ -821,18 +821,43 @@ def tiny(tiny_of: Callable[..., Tiny]) -> Callable[[str], Tiny]:
 
     def make(name: str) -> Tiny:
         if name not in made:
-            model_type, values = TINY[name]
-            heads, kv_heads, head_dim = values["heads"]
-            settings = COMMON | {key: value for key, value in values.items() if key != "heads"}
-            settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-            if "vision_config" in settings:
-                vision = settings.pop("vision_config")
-                settings = {"text_config": settings, "vision_config": vision}
-            found = tiny_of(model_type, settings, sum(map(ord, name)))
-            made[name] = ling2_of(found) if name == "ling2" else found
+            made[name] = _tiny(tiny_of, name, TINY[name][1])
         return made[name]
 
     return make
+
+
+def _tiny(tiny_of: Callable[..., Tiny], name: str, values: dict[str, Any]) -> Tiny:
+    heads, kv_heads, head_dim = values["heads"]
+    settings = COMMON | {key: value for key, value in values.items() if key != "heads"}
+    settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    if "vision_config" in settings:
+        vision = settings.pop("vision_config")
+        settings = {"text_config": settings, "vision_config": vision}
+    found = tiny_of(TINY[name][0], settings, sum(map(ord, name)))
+    return ling2_of(found) if name == "ling2" else found
+
+
+@pytest.fixture(scope="session")
+def tiny_for_gpu(tiny_of: Callable[..., Tiny]) -> Callable[[str], Tiny]:
+    """name of TINY -> `Tiny` in sizes that kernels of a GPU have: heads of a multiple of 8."""
+
+    def make(name: str) -> Tiny:
+        values = TINY[name][1]
+        (heads, kv_heads, dim), others = values["heads"], [key for key in ("global_head_dim",) if key in values]
+        if "hidden_size" in values and name.startswith(("stablelm", "olmoe")):  # which have no head_dim of their own
+            values = values | {"hidden_size": heads * 16}
+            dim = 16
+        larger = {key: -(-values[key] // 8) * 8 for key in others}
+        return _tiny(tiny_of, name, values | {"heads": (heads, kv_heads, -(-dim // 8) * 8)} | larger)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_names() -> tuple[str, ...]:
+    """All names of TINY."""
+    return tuple(TINY)
 
 
 @dataclass
