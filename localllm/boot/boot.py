@@ -367,9 +367,7 @@ class Boot:
         table = self._model.facts.ngrams
         if table is None:
             return ""
-        words = f"n-gram table of {gib(table.nbytes, 1)} read from the file, {len(table.sizes)} rows per token"
-        on_gpu = self.plan.device != "cpu" and not self.plan.host_experts
-        return f"{words}, so no CUDA graphs" if on_gpu else words
+        return f"n-gram table of {gib(table.nbytes, 1)} read from the file, {len(table.sizes)} rows per token"
 
     @property
     def _experts_note(self) -> str:

@@ -173,6 +173,8 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert said in boot.warnings[0] and boot.plan is made[-1]
     assert "speculation auto, 75 % of 8 n-gram tokens, 75 % of 4 draft tokens accepted" in boot.facts_line
     assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
+    model.facts = replace(facts, ngrams=SimpleNamespace(nbytes=3 << 30, sizes=(7, 9)))
+    assert "n-gram table of 3.0 GiB read from the file, 2 rows per token · " in boot.facts_line
     if ctx is None:  # it was asked for, and there is no room to be careful
         assert boot.plan is plan and len(taken) == 1
     else:
