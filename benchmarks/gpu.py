@@ -23,6 +23,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +40,11 @@ CHECK_LIMIT_S = 540  # for one group of checks
 LEAST_S = 10  # start no group with less time left
 SPEED = (  # model, format, KV; rows with targets come first
     ("8B", "int4", "fp8"),
+    ("qwen3.5-27b", "int4", "fp8"),
+    ("30B-A3B", "int4", "fp8"),
     ("8B", "nvfp4", "fp8"),
     ("8B", "bf16", "bf16"),
-    ("30B-A3B", "int4", "fp8"),
+    ("gpt-oss-20b", "mxfp4", "fp8"),
     ("0.6B", "bf16", "bf16"),
 )
 PARTS = ("check", "speed", "rivals", "grid")
@@ -53,16 +56,21 @@ Three runs of ten minutes, most valuable first. Rows go to benchmarks/results/gp
    ops       each implementation of each op, with the heads of seven models, KV bf16, fp16, int8 and fp8
    products  {forms} weight formats x {shapes} shapes, from one row to a prompt, every implementation that fits
    models    self-test, then graphs and steps ahead = eager over {same} tokens, also with speculation; bf16, fp8, int4,
-             nvfp4, and the file; the same for mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
+             nvfp4, and the file; the same for mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4; and for layers
+             of each kind of {families} families, from Qwen3.5 to DeepSeek V4, in the sizes of the catalog
    start     first ever start (target: 60 s) and one with cached kernels (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
-   {speed}
+{speed}
    each: MBU of the engine and of a step, steps and answers with two draft tokens relative to plain ones, a step kernel
    by kernel (CUPTI), attention at 32k, prefill, batch 64, memory
    then one step without graphs
 3. python benchmarks/gpu.py rivals --minutes 9.5 --out FILE
    torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA against our kernels; transformers at batch 1 and 32
    If time is left: python benchmarks/gpu.py grid
+
+With a quarter of an hour in all, instead:
+   python benchmarks/gpu.py check --minutes 6 --only model,mixture,family
+   python benchmarks/gpu.py speed --minutes 6
 
 To check with a model file, copy it in pieces next to the checkout, in a folder that git ignores:
    python benchmarks/gpu.py --cut MODEL.gguf      on this machine: .carry/MODEL.gguf.000, .001, ... of 48 MiB
@@ -73,12 +81,12 @@ To check with a model file, copy it in pieces next to the checkout, in a folder 
 class Report:
     """Rows, printed as they come and saved to a file after each."""
 
-    def __init__(self, file: Path, place: Place, deadline: float) -> None:
+    def __init__(self, file: Path, place: Place, deadline: float, only: str = "") -> None:
         import torch
         import triton
 
         self._file = file
-        self.deadline = deadline
+        self.deadline, self._only = deadline, only.split(",")
         self.document: dict[str, Any] = {
             "schema": "localllm.gpu-bench/1",
             "date": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -121,6 +129,10 @@ class Report:
             self.without.append(name)
         print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
+    def wants(self, name: str) -> bool:
+        """Return whether `--only` selects this name."""
+        return any(part in name for part in self._only)
+
     def has_time(self, seconds: float) -> bool:
         """Return whether so many seconds are left."""
         return time.time() + seconds < self.deadline
@@ -145,8 +157,7 @@ def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     """Run the groups of checks in parallel (mostly compiling) and return the number of failures."""
     from gpu_checks import groups
 
-    wanted = options.only.split(",")
-    names = [name for name in groups(place, options.file) if any(part in name for part in wanted)]
+    names = [name for name in groups(place, options.file) if report.wants(name)]
     failed = 0
 
     def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
@@ -185,7 +196,7 @@ def check_group(place: Place, options: argparse.Namespace) -> int:
 
 
 def warm(models: Iterable[tuple[str, str, str]], place: Place, workers: int, limit_s: float) -> None:
-    """Compile the kernels of models in parallel, two layers of each in a child process."""
+    """Compile the kernels of models in parallel, a few layers of each in a child process."""
     words = [["--warm", ":".join(model), *place.words] for model in models]
     with ThreadPoolExecutor(workers) as pool:
         for model, done in zip(words, pool.map(lambda w: child(w, limit_s), words), strict=True):
@@ -199,7 +210,7 @@ def warm_one(model: str, place: Place) -> None:
     from gpu_rows import Bench
 
     size, form, kv = model.split(":")
-    loaded, sizes = load(facts_of(size, form, 2), form, place.kv(kv), place), place.sizes
+    loaded, sizes = load(facts_of(size, form, 0), form, place.kv(kv), place), place.sizes
     # other processes compile on this GPU at the same time
     bench = Bench(loaded, place, place.kv(kv), 2 * sizes.ctx, max(sizes.batches), free=WARM_BYTES)
     bench.prefill_seconds(sizes.ctx)
@@ -209,17 +220,17 @@ def warm_one(model: str, place: Place) -> None:
 
 def run_part(part: str, place: Place, options: argparse.Namespace, report: Report) -> int:
     """Run one part and return the number of failed checks."""
-    from gpu_models import FORMATS, SIZES
+    from gpu_models import FORMATS, HEADED, SIZES
     from gpu_rivals import Rivals
     from gpu_speed import Speed
 
     failed = check(place, options, report) if part == "check" else 0
-    wanted = [model for model in SPEED if options.only in f"{model[0]} {model[1]}, KV {model[2]}"]
+    wanted = [model for model in SPEED if report.wants(f"{model[0]} {model[1]}, KV {model[2]}")]
     if part == "speed" and options.workers > 1 and not place.is_dry:
         started = time.time()
         warm(wanted, place, options.workers, max(30.0, report.deadline - time.time()) * 0.4)
         report.row("kernels compiled, side by side", time.time() - started, "s")
-    timed = Speed(place, report, options.only, options.tune, child)
+    timed = Speed(place, report, options.tune, child)
     if part == "check":
         timed.cold("8B")
         if options.file:
@@ -227,7 +238,7 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
 
             timed.cold("8B", str(joined(Path(options.file))))
     elif part == "speed":
-        for model in SPEED if not place.is_dry else SPEED[2:3]:
+        for model in SPEED if not place.is_dry else ((HEADED, "bf16", "bf16"),):
             timed.model(*model, timed.lines)
         timed.eager("8B", "int4", "fp8")
     elif part == "rivals":
@@ -266,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--plan", action="store_true", help="print a plan of three runs of ten minutes")
     made.add_argument("--dry", action="store_true", help="rehearse without a GPU")
     made.add_argument("--minutes", type=float, default=9.5, help="stop cleanly after this time")
-    made.add_argument("--only", default="", help="only models whose name contains this; for checks, also a list A,B")
+    made.add_argument("--only", default="", help="A,B: only models and checks whose names contain A or B")
     made.add_argument("--file", default="", help="a model to check with: a file, or a folder of its pieces")
     made.add_argument("--cut", type=Path, metavar="MODEL", help="cut a file into pieces that can be copied one by one")
     made.add_argument(
@@ -311,7 +322,7 @@ def main() -> int:
         return 0
     plain = "".join(c if c.isalnum() else "-" for c in place.name.lower())
     file = options.out or ROOT / "benchmarks/results" / f"gpu-{plain}.json"
-    report = Report(file, place, STARTED + 60 * options.minutes)
+    report = Report(file, place, STARTED + 60 * options.minutes, options.only)
     if options.dry and not options.part:
         failed = rehearse(options, report)
     else:
@@ -327,15 +338,18 @@ def prepare(options: argparse.Namespace) -> int:
     """Handle what needs no GPU: the plan, and pieces of a file."""
     from gpu_checks import FORMS
     from gpu_files import cut
+    from gpu_models import FAMILIES
     from gpu_place import Sizes
 
     if options.cut:
         for piece in cut(options.cut, ROOT / ".carry"):
             print(f"{piece.relative_to(ROOT)} {piece.stat().st_size:,} bytes")
         return 0
-    speed = "; ".join(f"Qwen3-{size} {form}, KV {kv}" for size, form, kv in SPEED)
+    named = (f"{size if size[0].islower() else f'Qwen3-{size}'} {form}, KV {kv}" for size, form, kv in SPEED)
+    speed = textwrap.fill("; ".join(named), 116, initial_indent="   ", subsequent_indent="   ")
     sizes = Sizes()
-    print(PLAN.format(forms=FORMS, shapes=len(sizes.products), same=sizes.same, speed=speed), end="")
+    counts = {"forms": FORMS, "shapes": len(sizes.products), "same": sizes.same, "families": len(FAMILIES)}
+    print(PLAN.format(**counts, speed=speed), end="")
     return 0
 
 

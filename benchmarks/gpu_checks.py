@@ -29,6 +29,7 @@ Found = Iterator[tuple[str, str]]  # (check, "" or the error)
 # query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
 PAGED = ("kv_write", "paged_attention")  # ops that read or write pages
+VOCAB = 32_768  # of the families, so that many fit next to each other; sampling has checks of its own
 FORMS = 24  # number of weight formats that `weights` makes
 FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
     "Q5_0": (22, 32, (0,)),
@@ -175,18 +176,25 @@ def sampling(place: Place) -> Found:
         yield f"sample {vocab}", sampler_error(sample, vocab, place.device)
 
 
-def whole(place: Place, form: str, kv: str, size: str = "0.6B") -> Found:
-    """Check a small model: every kernel it chooses, fused segments, then graphs and steps ahead against eager steps."""
-    facts = gpu_models.facts_of(place.model(size), form, num_layers=4 if not place.is_dry else 1)
+def whole(place: Place, form: str, kv: str, size: str = "0.6B", layers: int = 4) -> Found:
+    """Check a small model: every kernel it chooses, fused segments, then graphs and steps ahead against eager steps.
+
+    layers  as `num_layers` of `facts_of`
+    """
+    form, layers = place.form(form), min(layers, 1) if place.is_dry else layers
+    facts = gpu_models.facts_of(place.model(size), form, layers)
+    facts = replace(facts, vocab_size=min(facts.vocab_size, VOCAB)) if not layers else facts
     # batch-dependent kernels: the same steps need the same rows, so requests run one after another
     # batch-invariant kernels: any steps
-    for deterministic in (False, True):
+    for deterministic in (True,) if place.is_dry and not layers else (False, True):
         test, what = SelfTest(), "rows by themselves" if deterministic else "the fastest kernels"
         model = gpu_models.load(facts, form, place.kv(kv), place, deterministic=deterministic, selftest=test)
         yield f"self-test of {facts.name}, KV {kv}, {what}", "; ".join(str(failure) for failure in test.failures)
         yield f"graphs of {facts.name}, {what}", compared(model, place, place.kv(kv), deterministic)
-        if deterministic:
+        if deterministic and not (place.is_dry and model.predictor):  # the head's drafts are guesses as well
             yield f"guesses of {facts.name}, {what}", guessed(model, place, place.kv(kv))
+        if deterministic and model.predictor is not None:
+            yield from drafted(place, place.kv(kv), model, f"the MTP head of {facts.name}", headed=True)
         apart = any(isinstance(layer.ffn, ExpertsWeights) and not layer.ffn.stacked for layer in model.layers)
         if not deterministic and (apart or model.kernels.get("experts", "triton") != "triton"):
             yield f"routing of {facts.name}", f"by the host: {dict(model.kernels)}, {apart=}"
@@ -229,19 +237,24 @@ def drafter(place: Place, kv: str, facts: ModelFacts, own: ModelFacts) -> Found:
     model = gpu_models.load(facts, "bf16", place.kv(kv), place, deterministic=True, selftest=test)
     draft = gpu_models.load_drafter(own, place.kv(kv), place, model, test)
     yield f"self-test of {own.name}, KV {kv}", "; ".join(str(failure) for failure in test.failures)
+    yield from drafted(place, place.kv(kv), model, own.name, draft=draft)
+
+
+def drafted(place: Place, kv: str, model: Model, name: str, **drafter: Any) -> Found:
+    """Compare answers with a drafter to those without, and its drafts in graphs to launched ones."""
     tokens = max(4, place.sizes.same)  # nothing is drafted for the first two and the last one
-    plain = generate(model, place, place.kv(kv), graphs=False, ahead=False, tokens=tokens)
+    plain = generate(model, place, kv, graphs=False, ahead=False, tokens=tokens)
     found: list[list[list[tuple[int, ...]]]] = []
     for graphs in (False, True):
         drafts: list[list[tuple[int, ...]]] = []
         how: dict[str, Any] = {"graphs": graphs, "ahead": False, "together": False, "tokens": tokens}
-        again = generate(model, place, place.kv(kv), **how, draft=draft, drafts=drafts)
+        again = generate(model, place, kv, **how, **drafter, drafts=drafts)
         same = sum(a == b for a, b in zip(plain, again, strict=True))
         where = "in graphs" if graphs else "launched"
-        yield f"answers with {own.name}, {where}", "" if again == plain else f"{same} of {len(plain)} agree"
+        yield f"answers with {name}, {where}", "" if again == plain else f"{same} of {len(plain)} agree"
         found.append(drafts)
     many = sum(map(bool, found[0]))
-    yield f"drafts of {own.name}", "" if many and found[0] == found[1] else f"{many} rounds, others in graphs"
+    yield f"drafts of {name}", "" if many and found[0] == found[1] else f"{many} rounds, others in graphs"
 
 
 def from_file(place: Place, path: Path) -> Found:
@@ -263,6 +276,9 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
         found[f"model {form}"] = partial(whole, place, form, kv)
     for form, kv in models[1:2] if place.is_dry else models[:3]:
         found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
+    families = ((gpu_models.HEADED, "bf16", "bf16"),) if place.is_dry else gpu_models.FAMILIES
+    for size, form, kv in families:
+        found[f"family {size}"] = partial(whole, place, form, kv, size, 0)
     found["drafters"] = partial(drafters, place, "fp8" if not place.is_dry else "bf16")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))

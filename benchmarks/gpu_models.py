@@ -1,7 +1,8 @@
-"""Random-weight models in Qwen3's shapes, created on the device: `gpu.py` needs no download."""
+"""Random-weight models, created on the device: `gpu.py` needs no download. The shapes are Qwen3's and the catalog's."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,23 @@ import torch
 from gpu_place import Place
 from torch import Tensor
 
+from localllm.checkpoint import Checkpoint
+from localllm.hub import catalog
 from localllm.kernels import Weight
 from localllm.kernels.layer_weights import ExpertsWeights, Norm
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.models.architectures.facts import ModelFacts, count_linear_params, count_params, kv_bytes_per_token
-from localllm.models.architectures.layers import Dense, DFlash, Eagle3, Experts, LayerFacts, Paired
+from localllm.models.architectures.facts import (
+    ModelFacts,
+    count_linear_params,
+    count_params,
+    kv_bytes_per_token,
+    linear_shapes,
+    vector_shapes,
+)
+from localllm.models.architectures.layers import STAY_STORED, Dense, DFlash, Eagle3, Experts, Fusion, LayerFacts, Paired
 from localllm.models.architectures.mixers import Attention, RopeFacts
-from localllm.models.architectures.names import hf_names
+from localllm.models.architectures.names import NameMap
+from localllm.models.architectures.registry import understand
 from localllm.models.architectures.sharding import Shard
 from localllm.models.dflash import DFlashModel, read_dflash
 from localllm.models.eagle3 import Eagle3Model, read_eagle3
@@ -37,10 +48,42 @@ SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
 MIXTURES = {"30B-A3B": (128, 8), "tiny mixture": (4, 2)}  # experts per layer and per token
+# models of the catalog whose kernels Qwen3 does not use, with weight and KV format; the most used first
+FAMILIES = (
+    ("qwen3.5-27b", "int4", "fp8"),  # gated delta rule, gated attention, MTP head
+    ("gpt-oss-20b", "mxfp4", "bf16"),  # sinks, biases, windows
+    ("qwen3.5-35b-a3b", "nvfp4", "fp8"),  # gated delta rule beside experts
+    ("gemma4-26b-a4b", "int4", "fp8"),  # heads of 512, experts of 704
+    ("glm4.7-flash", "int4", "bf16"),  # latent attention
+    ("nemotron3.5-30b-a3b", "nvfp4", "fp8"),  # Mamba-2
+    ("gemma4-e2b", "int4", "fp8"),  # per-layer inputs, shared keys and values
+    ("lfm2.5-8b-a1b", "bf16", "bf16"),  # short convolutions
+    ("granite4-h-tiny", "bf16", "bf16"),  # Mamba-2 beside experts
+    ("llama4-scout", "int4", "fp8"),  # chunked attention
+    ("north-mini-code", "int4", "fp8"),  # LayerNorms, parallel layers
+    ("ling3-tiny", "bf16", "bf16"),  # Kimi delta rule
+    ("glm5.3-flash", "int4", "bf16"),  # sparse latent attention, mixed streams
+    ("deepseek-v4-flash", "mxfp4", "bf16"),  # compressed attention
+)
+HEADED = "qwen3.5-27b"  # measured with its MTP head, which the catalog's description leaves out
+# a model of the catalog in other sizes, for a rehearsal
+TINY = {
+    "tiny-hybrid": (
+        HEADED,
+        {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32, "head_dim": 32,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 1,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
 # format of the linear layers -> bytes per weight; head and embedding are always bfloat16
 FORMATS = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
-STD = 0.02
+MIXED_FORMATS = {"mxfp4": 0.5 + 1 / 32}  # of experts; all other modules are bfloat16
+STD, VECTOR_STD = 0.02, 0.3
 INT4_GROUP = 128
+GATES = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")  # checkpoints keep these small modules in 16 bits
 
 
 def vocab_size(size: str) -> int:
@@ -54,12 +97,25 @@ def head_dim(size: str) -> int:
 
 
 def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
-    """Facts of a Qwen3, as read from a checkpoint of that format."""
+    """Facts of a Qwen3 or a model of the catalog, as read from a checkpoint of that format.
+
+    num_layers  number of layers to keep; 0: at least two, and as few as have one of each kind; None: all
+    """
+    facts = _qwen3(size, form) if size in SIZES else _of_catalog(size, form)
+    if num_layers == 0:
+        num_layers = max(2, 1 + max(facts.layers.index(kind) for kind, _ in facts.kinds))
+    facts = replace(facts, layers=facts.layers[:num_layers])
+    params, inside = count_params(facts), count_linear_params(facts)
+    each = FORMATS | MIXED_FORMATS
+    return replace(facts, num_params=params, weight_bytes=int((params - inside) * 2 + inside * each[form]))
+
+
+def _qwen3(size: str, form: str) -> ModelFacts:
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
     dim = head_dim(size)
     attention = Attention(heads, kv_heads, dim, RopeFacts(1e6, dim), dim**-0.5, qk_norm=True)
     ffn = Experts(*MIXTURES[size], inner) if size in MIXTURES else Dense(inner)
-    facts = ModelFacts(
+    return ModelFacts(
         architecture="qwen3",
         source_architecture="Qwen3ForCausalLM",
         name=f"Qwen3-{size}-{form}",
@@ -67,13 +123,23 @@ def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
         vocab_size=vocab_size(size),
         max_context=40_960,
         rms_norm_eps=1e-6,
-        layers=(LayerFacts(attention, ffn),) * (num_layers or layers),
+        layers=(LayerFacts(attention, ffn),) * layers,
         tied_embeddings=tied,
         stored_format={"int4": "compressed-tensors"}.get(form, form),
     )
-    params = count_params(facts)
-    inside = count_linear_params(facts)
-    return replace(facts, num_params=params, weight_bytes=int((params - inside) * 2 + inside * FORMATS[form]))
+
+
+def _of_catalog(name: str, form: str) -> ModelFacts:
+    known, changes = TINY.get(name, (name, {}))
+    config = next(one.config for one in catalog.candidates() if one.name == known and one.config)
+    described = Checkpoint(Path(known), "safetensors", {}, {}, config=json.loads(config) | changes)
+    facts = replace(understand(described)[0], name=f"{name}-{form}", stored_format=form)
+    if known != HEADED:
+        return facts
+    layer = next(one for one in facts.layers if isinstance(one.mixer, Attention))
+    head = replace(layer, fusion=Fusion())
+    size = sum(n * k for n, k in linear_shapes(head, facts.hidden_size).values())
+    return replace(facts, predictor=head, extra_layers=1, predictor_bytes=int(size * FORMATS[form]))
 
 
 def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> Weight:
@@ -86,14 +152,25 @@ def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> We
         return Weight("fp8", shape, codes, torch.full((n, 1), STD / 16, device=device))
     packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     if form == "int4":
-        group = min(INT4_GROUP, k)
+        group = next((group for group in (INT4_GROUP, 64) if k % group == 0), min(32, k))
         scales = torch.full((n, k // group), STD / 4.6, device=device, dtype=torch.bfloat16)
         return Weight("int4g", shape, packed, scales, group_size=group)
     if form == "nvfp4":
         scales = torch.rand(n, k // 16, device=device).add_(0.5).to(torch.float8_e4m3fn)
         world = torch.full((n,), STD / 2.9, device=device)
         return Weight("fp4g16", shape, packed, scales, global_scale=world, group_size=16)
+    if form == "mxfp4":
+        scales = torch.randint(117, 123, (n, k // 32), dtype=torch.uint8, device=device)
+        return Weight("fp4g32", shape, packed, scales, group_size=32)
     raise ValueError(f"no random weights of format {form}")
+
+
+class _Names(NameMap):
+    """Canonical names."""
+
+    def source(self, module: str) -> str:
+        """The module itself."""
+        return module
 
 
 class _NoFile:
@@ -107,8 +184,7 @@ class _NoFile:
         self.quantization_config: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.nbytes = 0
-        names = hf_names(())
-        self.names = replace(names, top={**names.top, "fc": "fc", "hidden_norm": "hidden_norm"})
+        self.names = _Names(top={}, layer="model.layers.{}.", inner={})
 
     def maps(self, address: int) -> bool:
         """Nothing is mapped."""
@@ -125,18 +201,53 @@ class RandomLoading(Loading):
     def weight(
         self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
     ) -> Weight:
-        """Return a weight: layers in the format, embedding and head in bfloat16; `order` is ignored."""
-        return random_weight(self._form if "layers" in name else "bf16", shape, device or self.device)
+        """Return a weight: layers in the format, all other modules in bfloat16; `order` is ignored."""
+        kept = ".layers." not in name or name.endswith((*STAY_STORED, *GATES))
+        kept |= self._form in MIXED_FORMATS and ".experts." not in name
+        return random_weight("bf16" if kept else self._form, shape, device or self.device)
+
+    def stored(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        device: torch.device | None = None,
+        order: Tensor | None = None,
+        *,
+        encodes: bool = False,
+    ) -> Weight:
+        """As `weight`."""
+        return self.weight(name, shape, device)
 
     def bias(
         self, name: str, size: int, device: torch.device | None = None, order: Tensor | None = None
     ) -> Tensor | None:
-        """Qwen3 has no biases."""
-        return None
+        """Return small numbers if the layer has such a bias."""
+        index, _, module = name.removeprefix("model.layers.").partition(".")
+        if not index.isdigit():
+            return None
+        layer = self.facts.keeping_layers[int(index)]
+        if f"{module}.bias" not in vector_shapes(layer, self.facts.hidden_size):
+            return None
+        return torch.randn(size, device=device or self.device) * STD
 
     def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
-        """Ones."""
-        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps)
+        """Ones; zeros as the bias of a LayerNorm."""
+        kind, weight = self.facts.layers[0].norms, torch.ones(size, device=self.device)
+        bias = torch.zeros_like(weight) if kind.bias or kind.centred else None
+        groups = kind.groups if size == self.facts.hidden_size else 1
+        return Norm(weight, self.facts.rms_norm_eps, bias, groups)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Random numbers."""
+        return torch.randn(shape, device=self.device) * VECTOR_STD
+
+    def numbers(self, name: str, shape: tuple[int, ...], end: int) -> Tensor:
+        """Random integers."""
+        return torch.randint(0, end, shape, device=self.device)
+
+    def vector(self, stored: str, size: int) -> Tensor:
+        """Ones: scales of layers."""
+        return torch.ones(size)
 
 
 def load(
@@ -148,9 +259,12 @@ def load(
     deterministic: bool = False,
     selftest: SelfTest | None = None,
 ) -> Model:
-    """Create a model on the GPU."""
+    """Create a model on the GPU, with its MTP head."""
     torch.manual_seed(0)
-    options = LoadOptions(place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest)
+    head = facts.predictor is not None
+    options = LoadOptions(
+        place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest, predictor=head
+    )  # fmt: skip
     return RandomLoading(facts, form, options).model()
 
 
@@ -189,6 +303,8 @@ def read_bytes(model: Model) -> int:
     return sum(layer.nbytes for layer in model.layers) + model.head.linear.nbytes - int(idle)
 
 
-def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
-    """Bytes of keys and values that attention over `tokens` reads."""
-    return kv_bytes_per_token(facts.layers, kv) * tokens
+def cache_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
+    """Bytes of keys and values that a step after `tokens` reads, and of recurrent states that it reads and writes."""
+    layers = zip(facts.layers, facts.windows, strict=True)
+    kept = sum(kv_bytes_per_token([layer], kv) * min(tokens, window or tokens) for layer, window in layers)
+    return kept + 2 * facts.state_bytes

@@ -164,12 +164,12 @@ class Rehearsal(Place):
         as_on_card()
 
     def model(self, size: str) -> str:
-        """Use one size for all models, and one for mixtures."""
-        return "tiny mixture" if "-A" in size else "tiny"
+        """Use one size for all models, one for mixtures and one for models of the catalog."""
+        return "tiny mixture" if "-A" in size else "tiny" if size[0].isdigit() else "tiny-hybrid"
 
     def form(self, wanted: str) -> str:
         """No 4-bit products: the interpreter needs a second for 64 rows of them, and `check products` covers them."""
-        return "fp8" if wanted in ("int4", "nvfp4") else wanted
+        return "fp8" if wanted in ("int4", "nvfp4", "mxfp4") else wanted
 
     def kv(self, wanted: str) -> str:
         """The KV format that the interpreter supports."""

@@ -36,7 +36,7 @@ class Rivals:
     def kernels(self) -> None:
         """Products and attention: torch's time divided by ours, above 1 if ours is faster."""
         for name, make in (*self._products(), *self._attention()):
-            if self.timed.only not in name or not self.report.has_time(5):
+            if not self.report.wants(name) or not self.report.has_time(5):
                 continue
             with self.timed.left_out(name), torch.inference_mode():
                 ours, theirs = (self.place.cold_seconds(call) for call in make())
@@ -102,7 +102,7 @@ class Rivals:
     def transformers(self, size: str) -> None:
         """Decoding speed relative to transformers; targets: >= 5 x at batch 1, >= 10 x with many sequences."""
         size = self.place.model(size)
-        if self.timed.only not in f"transformers {size}" or not self.report.has_time(90):
+        if not self.report.wants(f"transformers {size}") or not self.report.has_time(90):
             return
         with self.timed.left_out("transformers"):
             from gpu_transformers import decode_tps

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,18 @@ from torch import Tensor
 
 from localllm.boot.profile import WorstSteps
 from localllm.engine.drafter import Guess
+from localllm.engine.mtp import HeadDrafter
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.kernels.layer_weights import AttentionWeights
+from localllm.models.architectures.facts import layer_views
+from localllm.models.architectures.mixers import Attention
 from localllm.models.dflash import DFlashModel
 from localllm.models.eagle3 import Eagle3Model
 from localllm.models.model import Model
 from localllm.request import Request, SamplingParams
+
+Propose = Callable[[Many[Sequence], Many[int]], list[tuple[int, ...]]]
 
 
 def copy_bandwidth(place: Place) -> float:
@@ -54,6 +60,7 @@ class Bench:
         place.forget_peak()
         self.engine = place.assembled(model, self.plan)
         self.engine.stepper.speculation = None  # repetitions of random weights are meaningless
+        self.head, self.engine.runner.listener = self.engine.runner.listener, None  # the MTP head, while it drafts
         self.tokens = self.plan.num_pages[0] * self.plan.page_size  # capacity of the pages
 
     def fits(self, batch: int, ctx: int) -> bool:
@@ -63,7 +70,7 @@ class Bench:
     def _steps(self, ctx: int) -> WorstSteps:
         made = replace(self.plan, ctx=ctx)
         pages = [range(count) for count in self.plan.num_pages]
-        return WorstSteps(self.engine.runner, made, pages)
+        return WorstSteps(self.engine.runner, made, pages, slots=range(self.plan.num_slots))
 
     def decoding(self, batch: int, ctx: int) -> Callable[[], None]:
         """Return a call that computes and samples a step for `batch` sequences of `ctx` tokens without waiting."""
@@ -106,40 +113,53 @@ class Bench:
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
-    def attention_inputs(self, ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def attention_inputs(self, layer: int, ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, pages in random order, sequence starts and lengths for one decoding sequence of `ctx` tokens."""
-        facts, device = self.model.facts, self.place.device
+        mixer, device = self.model.facts.layers[layer].mixer, self.place.device
+        assert isinstance(mixer, Attention)
         count = -(-ctx // self.plan.page_size)
-        table = torch.randperm(self.plan.num_pages[0], device=device)[:count].to(torch.int32).view(1, -1)
-        q = torch.randn(1, facts.num_heads, facts.head_dim, device=device, dtype=getattr(torch, self.place.dtype))
+        views, of_layers = layer_views(self.model.facts)
+        pages = self.plan.num_pages[views[of_layers[layer]][0]]
+        table = torch.randperm(pages, device=device)[:count].to(torch.int32).view(1, -1)
+        q = torch.randn(1, mixer.num_heads, mixer.head_dim, device=device, dtype=getattr(torch, self.place.dtype))
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         return q, table, starts, torch.tensor([ctx], dtype=torch.int32, device=device)
 
-    def attention_seconds(self, ctx: int) -> float:
+    def attention_seconds(self, layer: int, ctx: int) -> float:
         """Seconds of decode attention alone, for one layer and one sequence."""
-        pages, weights = self.engine.runner.cache.layers[0], self.model.layers[0].mixer
+        pages, weights = self.engine.runner.cache.layers[layer], self.model.layers[layer].mixer
         assert isinstance(weights, AttentionWeights)
-        q, *where = self.attention_inputs(ctx)
+        q, *where = self.attention_inputs(layer, ctx)
         with torch.inference_mode():
             return self.place.cold_seconds(lambda: self.model.table.attention(q, weights, pages, *where))
 
-    def guessed(self, prompt: int, tokens: int, deep: int, right: float) -> dict[str, float]:
+    def guessed(self, prompt: int, tokens: int, deep: int, right: float, *, head: bool = False) -> dict[str, float]:
         """Generate an answer without and with `deep` guesses per step, each right with probability `right`; return the
-        speedup (guesses are free) and the share of right guesses.
+        speedup and the share of right guesses.
+
+        head   let the MTP head draft, so that its time counts, and replace its drafts; otherwise guesses are free
         """
         known, stepper = Known(deep, right), self.engine.stepper
-        stepper.speculation = Speculation(known, "always", goes_back=bool(self.model.states))
-        plain = self.answer(prompt, tokens)["tpot_s"]
+        goes_back = bool(self.model.states)
+        stepper.speculation = Speculation(known, "always", goes_back=goes_back)
+        plain, drafter = self.answer(prompt, tokens)["tpot_s"], known.name
+        if head:
+            assert isinstance(self.head, HeadDrafter)
+            self.engine.runner.listener, self.head.deep, drafter = self.head, deep, self.head.name
+            self.head.propose = known.instead_of(self.head.propose)  # type: ignore[method-assign]
+            stepper.speculation = Speculation((self.head,), "always", goes_back=goes_back)
         quick, checked, held = 0.0, 0, 0
-        for _ in range(ROUNDS):  # several rows round differently from one, so answers diverge, later in each round
+        for _ in range(
+            1 if self.place.is_dry else ROUNDS
+        ):  # several rows round differently from one, so answers diverge, later in each round
             known.learn()
-            before = stepper.stats.guesses.get(known.name, (0, 0))
+            before = stepper.stats.guesses.get(drafter, (0, 0))
             quick = self.answer(prompt, tokens)["tpot_s"]
-            after = stepper.stats.guesses.get(known.name, (0, 0))
+            after = stepper.stats.guesses.get(drafter, (0, 0))
             checked, held = after[0] - before[0], after[1] - before[1]
             if held > 0.9 * right * checked and 1.5 * checked > tokens:
                 break
-        stepper.speculation = None
+        stepper.speculation = self.engine.runner.listener = None
         return {"times": plain / max(quick, 1e-9), "right": held / max(1, checked), "tpot_ms": quick * 1e3}
 
     def answer(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, float]:
@@ -190,6 +210,15 @@ class Known:
             return None
         return Guess(tuple(token if self._rng.random() < self._right else abs(token - 1) for token in text), 9)
 
+    def instead_of(self, propose: Propose) -> Propose:
+        """`propose` of a drafter, with these guesses instead of its drafts."""
+
+        def told(sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
+            drafts, guesses = propose(sequences, counts), map(self.guess, sequences)
+            return [guess.token_ids[: len(own)] if guess else () for own, guess in zip(drafts, guesses, strict=True)]
+
+        return told
+
 
 def _ids(model: Model) -> int:
     return min(900, model.facts.vocab_size - 8)
@@ -197,26 +226,26 @@ def _ids(model: Model) -> int:
 
 def generate(
     model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True,
-    known: Known | None = None, draft: DFlashModel | Eagle3Model | None = None,
+    known: Known | None = None, draft: DFlashModel | Eagle3Model | None = None, headed: bool = False,
     drafts: list[list[tuple[int, ...]]] | None = None, tokens: int = 0,
 ) -> list[list[int]]:  # fmt: skip
     """Greedy and seeded answers of a few requests that arrive staggered, or each after the last has ended.
 
     known   guesses tokens
-    draft   drafts tokens in every step; `drafts` receives them
+    draft   drafts tokens in every step, as does with `headed` the MTP head; `drafts` receives them
     tokens  of an answer; 0: as many as usual
     """
     tokens = tokens or place.sizes.same
     longest = max(place.sizes.prompts) + tokens
     plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
-    engine = place.assembled(model, replace(plan, speculation="draft" if draft else "off"), draft)
+    engine = place.assembled(model, replace(plan, speculation="draft" if draft else "mtp" if headed else "off"), draft)
     engine.stepper.runs_ahead = ahead
     listener: Any = engine.runner.listener
     if listener is not None and drafts is not None:
         propose = listener.propose
         listener.propose = lambda *asked: drafts.append(propose(*asked)) or drafts[-1]
     # n-gram lookup guesses depending on timing, which changes the rows and thus the kernels
-    if draft is None:
+    if draft is None and not headed:
         engine.stepper.speculation = known and Speculation(known, "always", goes_back=bool(model.states))
     streams = []
     for index, length in enumerate(place.sizes.prompts):

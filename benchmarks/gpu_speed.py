@@ -13,7 +13,7 @@ from typing import Any
 import gpu_rows
 import torch
 from gpu_files import write_checkpoint
-from gpu_models import facts_of, kv_bytes, load, read_bytes
+from gpu_models import cache_bytes, facts_of, load, read_bytes
 from gpu_place import Place
 from gpu_rows import Bench
 
@@ -21,8 +21,9 @@ from localllm.errors import LocalLLMError
 from localllm.kernels.cpu.build import cache_folder
 from localllm.kernels.verify.trial import is_device_lost
 from localllm.kernels.verify.tuning import tuner
-from localllm.models.architectures.facts import ModelFacts, linear_shapes
+from localllm.models.architectures.facts import ModelFacts, kv_bytes_per_token, linear_shapes
 from localllm.models.architectures.layers import Experts
+from localllm.models.architectures.mixers import Attention
 
 PROFILED_STEPS = 4
 
@@ -34,11 +35,10 @@ class Speed:
         self,
         place: Place,
         report: Any,
-        only: str,
         tune_s: float,
         child: Callable[..., subprocess.CompletedProcess[str]],
     ) -> None:
-        self.place, self.report, self.only, self.tune_s = place, report, only, tune_s
+        self.place, self.report, self.tune_s = place, report, tune_s
         self.sizes = place.sizes
         self.child = child
         self.prefills: dict[tuple[str, str], float] = {}  # seconds of a prompt, by size and format
@@ -51,7 +51,7 @@ class Speed:
         """Load a model, measure it and free it; skipped if it does not fit or time is short."""
         size, form = self.place.model(size), self.place.form(form)
         name = f"{size} {form}, KV {kv}"
-        if self.only not in name or not self.report.has_time(needs_s):
+        if not self.report.wants(name) or not self.report.has_time(needs_s):
             return
         facts = facts_of(size, form)
         ctx = min(max(*self.sizes.contexts, self.sizes.deep) + 64, facts.max_context)
@@ -98,12 +98,12 @@ class Speed:
         report, facts, kv, ctx = self.report, bench.model.facts, bench.plan.kv, self.sizes.ctx
         read = read_bytes(bench.model)
         answer = bench.answer(ctx, self.sizes.answer)
-        mbu = (read + kv_bytes(facts, kv, ctx)) / answer["tpot_s"] / self.bandwidth
-        line = 0.55 if "-A" in name else 0.70 if "0.6B" in name else 0.88 if "bf16," in name else 0.80
+        mbu = (read + cache_bytes(facts, kv, ctx)) / answer["tpot_s"] / self.bandwidth
+        line = self._mbu_line(facts, name)
         shown = {"tpot_ms": answer["tpot_s"] * 1e3, "ttft_ms": answer["ttft_s"] * 1e3}
         report.row(f"{name}: MBU, batch 1, {ctx} tokens, engine", mbu, "", f">= {line}", mbu >= line, **shown)
         step = bench.decode_seconds(1, ctx)
-        mbu = (read + kv_bytes(facts, kv, ctx)) / step / self.bandwidth
+        mbu = (read + cache_bytes(facts, kv, ctx)) / step / self.bandwidth
         report.row(f"{name}: step, batch 1, {ctx} tokens", step * 1e3, "ms", mbu=mbu)
         # a head guessing two tokens, 70 % of them right, yields 1 + 0.7 + 0.49 tokens per step, without its own time
         checks = bench.decode_seconds(1, ctx, guessed=2)
@@ -111,17 +111,37 @@ class Speed:
         found = bench.guessed(ctx, self.sizes.answer, 2, 0.7)
         times = found.pop("times")
         report.row(f"{name}: 2 guesses, 70 % right", times, "x", ">= 1.5", times >= 1.5, **found)
+        if bench.head is not None:
+            found = bench.guessed(ctx, self.sizes.answer, 2, 0.7, head=True)
+            times = found.pop("times")
+            report.row(f"{name}: 2 guesses of its head, 70 % right", times, "x", ">= 1.5", times >= 1.5, **found)
         deep = self.sizes.deep
         if not bench.fits(1, deep):
             return
-        alone = bench.attention_seconds(deep)
-        share = kv_bytes(facts, kv, deep) / facts.num_layers / alone / self.bandwidth
-        least = 0.80 if kv == "fp8" else 0.85
-        line = f">= {least:.2f}"
-        report.row(f"{name}: attention alone, {deep} tokens", share, "of copy", line, share >= least, us=alone * 1e6)
+        kinds = zip(facts.layers, facts.windows, strict=True)
+        layer = next(
+            (i for i, (one, window) in enumerate(kinds) if isinstance(one.mixer, Attention) and not window), None
+        )
+        if layer is not None:
+            alone = bench.attention_seconds(layer, deep)
+            share = kv_bytes_per_token([facts.layers[layer]], kv) * deep / alone / self.bandwidth
+            least = 0.80 if kv == "fp8" else 0.85
+            line = f">= {least:.2f}"
+            report.row(
+                f"{name}: attention alone, {deep} tokens", share, "of copy", line, share >= least, us=alone * 1e6
+            )
         slow = bench.decode_seconds(1, deep)
-        extra = (slow - step) / (kv_bytes(facts, kv, deep - ctx) / self.bandwidth)
+        more = cache_bytes(facts, kv, deep) - cache_bytes(facts, kv, ctx)
+        extra = (slow - step) / (more / self.bandwidth)
         report.row(f"{name}: {deep} tokens against their bytes", extra, "x", "<= 1.25", extra <= 1.25, ms=slow * 1e3)
+
+    @staticmethod
+    def _mbu_line(facts: ModelFacts, name: str) -> float:
+        if any(isinstance(layer.ffn, Experts) for layer in facts.layers):
+            return 0.55
+        if "0.6B" in name or facts.state_bytes:
+            return 0.70
+        return 0.88 if "bf16," in name else 0.80
 
     def _profile(self, bench: Any, name: str) -> None:
         """GPU time of a step at batch 1, by kernel."""
@@ -140,7 +160,7 @@ class Speed:
         facts, ctx = bench.model.facts, self.sizes.ctx
         prefill = bench.prefill_seconds(ctx)
         flops = 2 * multiplied_params(facts) * ctx
-        flops += 4 * ctx * ctx / 2 * facts.num_heads * facts.head_dim * facts.num_layers
+        flops += sum(4 * ctx * ctx / 2 * one.num_heads * one.head_dim for one in _attention(facts))
         share, (size, form) = flops / prefill / self.peak, name.partition(",")[0].split()
         least = {"bf16": 0.70, "int4": 0.62}.get(form, 0.55)
         line = f">= {least:.2f}"
@@ -154,7 +174,7 @@ class Speed:
     def eager(self, size: str, form: str, kv: str) -> None:
         """Measure the same step without graphs."""
         size, form = self.place.model(size), self.place.form(form)
-        if self.only not in f"{size} {form}" or not self.report.has_time(30):
+        if not self.report.wants(f"{size} {form}") or not self.report.has_time(30):
             return
         with self.left_out(f"{size} {form} without graphs"):
             model = load(facts_of(size, form), form, self.place.kv(kv), self.place)
@@ -177,7 +197,7 @@ class Speed:
     def cold(self, size: str, file: str = "") -> None:
         """Time from process start to first token, file in the page cache: first with nothing compiled, then cached."""
         size, form = self.place.model(size), self.place.form("int4")
-        if self.only not in f"cold {size}" or not self.report.has_time(120):
+        if not self.report.wants(f"cold {size}") or not self.report.has_time(120):
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(file) if file else Path(folder) / "model"
@@ -205,7 +225,7 @@ class Speed:
             for batch in self.sizes.batches:
                 if bench.fits(batch, ctx) and self.report.has_time(3):
                     step = bench.decode_seconds(batch, ctx, min(12, self.sizes.steps))
-                    mbu = (read + batch * kv_bytes(facts, kv, ctx)) / step / self.bandwidth
+                    mbu = (read + batch * cache_bytes(facts, kv, ctx)) / step / self.bandwidth
                     self.report.row(
                         f"{name}: decode {batch} x {ctx}", batch / step, "tok/s", tpot_ms=step * 1e3, mbu=mbu
                     )
@@ -213,6 +233,10 @@ class Speed:
             if bench.fits(1, length) and self.report.has_time(6):
                 took = bench.prefill_seconds(length)
                 self.report.row(f"{name}: prefill {length}", length / took, "tok/s", ttft_ms=took * 1e3)
+
+
+def _attention(facts: ModelFacts) -> Iterator[Attention]:
+    return (layer.mixer for layer in facts.layers if isinstance(layer.mixer, Attention))
 
 
 def multiplied_params(facts: ModelFacts) -> int:

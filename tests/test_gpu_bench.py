@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from localllm.kernels import LinearFacts
+from localllm.kernels import LinearFacts, Weight
+from localllm.kernels.layer_weights import LinearPart
+from localllm.kernels.table import implementations
+from localllm.models.loader import LoadOptions
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks/gpu.py"
 MISSING = (
@@ -77,7 +80,7 @@ def test_all_of_it_is_rehearsed_on_a_bare_machine(tmp_path: Path) -> None:
     for word in (
         *("check products 1", "check model bf16", "first ever start", "kernels cached", "copy bandwidth", "MBU"),
         *("attention alone", "kernel ", "prefill", "batch 2 over", "without graphs", "peak memory", "decode 2 x"),
-        *("checks 2 guesses", "2 guesses, 70 % right"),
+        *("checks 2 guesses", "2 guesses, 70 % right", "2 guesses of its head, 70 % right", "check family"),
         *("torch over ours: bf16", "torch over ours: attention"),
     ):
         assert word in names, word
@@ -90,6 +93,30 @@ def test_drawn_models_load_as_stored_ones_do(monkeypatch: pytest.MonkeyPatch) ->
     for name in [name for name in vars(drawn) if not name.startswith("_")]:
         ours, theirs = (inspect.signature(getattr(one, name)).parameters for one in (drawn, drawn.__mro__[1]))
         assert list(ours) == list(theirs), name
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_layers_of_each_family_are_drawn_in_real_sizes(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a family's loader asks for is known before a card is at hand; tensors without data take no memory."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    models = importlib.import_module("gpu_models")
+    plain = implementations("linear")[-1]
+
+    def prepare(_: Any, layer_class: str, weight: Weight, bias: Any, key: str = "") -> LinearPart:
+        return LinearPart(plain, weight, bias, weight.shape)
+
+    monkeypatch.setattr(models.RandomLoading, "prepare", prepare)
+    for family, form, _ in models.FAMILIES:
+        if (family in ("gpt-oss-20b", "glm4.7-flash", "gemma4-e2b")) is not quick:
+            continue
+        whole, facts = models.facts_of(family, form), models.facts_of(family, form, 0)
+        options = LoadOptions("meta", "bfloat16", "bf16", predictor=facts.predictor is not None)
+        model = models.RandomLoading(facts, form, options).model()
+        assert len(model.layers) == facts.num_layers < whole.num_layers
+        assert set(facts.layers) == set(whole.layers)
+        assert (model.predictor is not None) == (family == models.HEADED)
+        drawn = facts.weight_bytes - (0 if model.predictor is None else model.predictor.nbytes)
+        assert 0.7 < model.weight_bytes / drawn < 1.3, family
 
 
 def test_every_product_is_tried_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
