@@ -37,7 +37,7 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Serv
     known = {model.name: model for model in hub.list_local()}
     offers = []
     for number, choice in enumerate(choices):
-        extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
+        extra = tuple(alias for alias in dict.fromkeys(aliases) if alias != choice.shown) if number == 0 else ()
         model = known.get(choice.name) or _described(choice.name)
         offer = _offer(model) if model is not None else ServedModel(choice.shown, choice.name)
         also = (choice.name, *offer.also)  # with path and revision: what commands on this machine ask for

@@ -17,9 +17,9 @@ from .kinds import (
     DEVICE,
     DURATION,
     FLAG,
+    ORIGINS,
     SIZE,
     TEXT,
-    TEXTS,
     THEME,
     TOKENS,
     Kind,
@@ -283,7 +283,7 @@ class ServerConfig:
     host: str = _key(TEXT, "127.0.0.1", "address to listen on")
     port: int = _key(_whole(0, 65535), 8000, "port; 0 picks a free one")
     api_key_file: str = _key(TEXT, "", "file of API keys; clients must send one of them")
-    cors: tuple[str, ...] = _key(TEXTS, (), "web origins allowed to call")
+    cors: tuple[str, ...] = _key(ORIGINS, (), "web origins allowed to call")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,14 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def _origins(value: Any) -> tuple[str, ...]:
+    """As browsers send them: in lower case, without a path."""
+    parts = tuple(part.lower().removesuffix("/") for part in _texts(value))
+    if not all(part == "null" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#,*]+", part) for part in parts):
+        raise ValueError
+    return parts
+
+
 def _adapters(value: Any) -> tuple[str, ...]:
     """NAME=PATH each; a path alone is named after its last part."""
     given = [f"{name}={path}" for name, path in value.items()] if isinstance(value, Mapping) else _texts(value)
@@ -141,7 +149,8 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
 
 
 TEXT = Kind("text", _only(lambda value: isinstance(value, str)))
-FLAG, TEXTS = Kind("true | false", _flag), Kind("a list of strings", _texts)
+FLAG = Kind("true | false", _flag)
+ORIGINS = Kind("a list of origins such as http://localhost:3000", _origins)
 ADAPTERS = Kind("NAME=PATH entries with distinct names", _adapters)
 DEVICE = Kind(
     "auto | cpu | cuda | cuda:N",

@@ -331,6 +331,36 @@ def test_serve_refuses_an_address_beside_a_socket_file(invoke: Invoke, monkeypat
     assert result.exit_code == 2 and "--unix listens on a socket file" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cors", "*"), "--cors must be a list of origins"),
+        (("--alias", ""), "--alias must be a name, not blank"),
+        (("other/model.gguf", "--alias", "model.gguf"), "--alias model.gguf is the id of another model"),
+        (("some/model.gguf", "other/model.gguf"), "have the same id, model.gguf"),
+        (("some/model.gguf", "--pin", "other/model.gguf"), "have the same id, model.gguf"),
+    ],
+)
+def test_serve_refuses_ids_and_origins_that_no_request_has(
+    invoke: Invoke, models: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
+    monkeypatch.chdir(models)
+    for folder in ("some", "other"):
+        Path(folder).mkdir()
+        Path(folder, "model.gguf").symlink_to(smollm2_path.resolve())
+    result = invoke("serve", "smollm2", *words)
+    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+
+
+def test_a_model_named_twice_is_served_once() -> None:
+    from localllm.cli.commands.serve import distinct
+    from localllm.cli.names import Choice
+
+    one, two = Choice("org/a", "a"), Choice("org/b", "b")
+    assert distinct([one, two, one]) == [one, two]
+
+
 def test_serve_prints_json_when_it_is_ready() -> None:
     from localllm.cli.commands.serve import _ServerHooks
     from localllm.cli.frame.console import Console

@@ -76,6 +76,7 @@ def test_every_key_can_be_set_by_file_and_environment(file: Path) -> None:
         ("[sampling]\ntemperature = nan", ["sampling.temperature must be", "not nan"]),
         ("[ui]\ncode_theme = 'monokay'", ["ui.code_theme must be", "not 'monokay'", "did you mean monokai?"]),
         ("[ui]\nnotify = 'allways'", ["ui.notify must be never | unfocused | always, not 'allways'"]),
+        ("[server]\ncors = ['*']", ["server.cors must be a list of origins such as", "not ['*']"]),
         ("[engine]\nkv = ['a']", ["engine.kv must be", "bf16", "not ['a']"]),
         ("engine = 3", ["engine must be a table"]),
         ("aliases = 3", ["aliases must be a table"]),
@@ -124,6 +125,14 @@ def test_wrong_variables_and_flags_stop(file: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean engine.ctx"):
         load(file, flags={"engine.ctxt": 1})
     assert "LOCALLLM_ENGINE_CTX" in load(file, environ={"LOCALLLM_ENGINE_CTXT": "1"}).warnings[0]
+
+
+def test_origins_are_as_browsers_send_them(file: Path) -> None:
+    given = ["http://LocalHost:3000/", "null", "chrome-extension://abc"]
+    assert load(file, flags={"server.cors": given}).server.cors == ("http://localhost:3000", *given[1:])
+    for wrong in ("*", "localhost:3000", "http://a/b", "http://*.example", ""):
+        with pytest.raises(ConfigError, match="--cors must be a list of origins"):
+            load(file, flags={"server.cors": [wrong]})
 
 
 def test_hub_offline_counts(file: Path) -> None:

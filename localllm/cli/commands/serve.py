@@ -100,7 +100,8 @@ def serve(
     if unix is not None and (host is not None or port is not None):
         raise ConfigError("--unix listens on a socket file, --host and --port on an address", "drop one of them")
     one_of("--log-format", log_format, ("text", "json"), "--log-format json")
-    flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
+    flags: dict[str, Any] = {"server.host": host, "server.port": port, "server.cors": cors or None}
+    flags |= {"engine.max_parallel": parallel, "engine.ttl": ttl}
     config = engine.config(env, flags, strict=True)  # a server runs exactly as configured, or not at all
     from localllm import server
     from localllm.cli.replicas import FleetLife, address_in, serve_replicas
@@ -113,7 +114,8 @@ def serve(
     token = secrets.token_urlsafe(24)  # authenticates the owner's own commands, see `processes.Running`
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
-    choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
+    pins = [here(env, config, name) for name in pin or ()]
+    choices = distinct([*(here(env, config, name) for name in models or ()), *pins])
     lowered = within_models(env, config, choices)
     config = config if ollama else lowered  # with --ollama, other models are served, too
     default, offers = offered(env, config, choices, alias or (), every=not models or ollama, may_be_none=ollama)
@@ -125,7 +127,7 @@ def serve(
         unix=unix,
         api_keys=keys,
         token=token,
-        origins=tuple(cors or config.server.cors),
+        origins=config.server.cors,
         insecure=insecure,
         preload=named or ((default,) if preload else ()),
         log_format=log_format,
@@ -136,7 +138,7 @@ def serve(
         ),
     )
     stays = bool(models) and ttl is None  # a named model stays loaded unless --ttl says otherwise
-    pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
+    pinned = named if stays else tuple(choice.shown for choice in pins)
     life = _ServerHooks(env, options, token, prefixes, kv_events)
     if address:
         fleet = FleetLife(life, env.console, choices[0].shown)
@@ -192,6 +194,17 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
     return choice_of(resolved)
 
 
+def distinct(choices: Sequence[Choice]) -> list[Choice]:
+    """Each model once. Raises ConfigError for two with one id, which requests could not tell apart."""
+    found: dict[str, Choice] = {}
+    for choice in choices:
+        other = found.setdefault(choice.shown, choice)
+        if other.name != choice.name:
+            both = f"{clean_line(other.name)} and {clean_line(choice.name)}"
+            raise ConfigError(f"{both} have the same id, {choice.shown}", "give one of the files another name")
+    return list(found.values())
+
+
 def offered(
     env: Env,
     config: UserConfig,
@@ -209,9 +222,13 @@ def offered(
     from localllm.cli.served_models import local_offers, named_offers
     from localllm.llm.local_models import default_model
 
+    if not all(alias.strip() and alias.isprintable() for alias in aliases):
+        raise ConfigError("--alias must be a name, not blank", "--alias gpt-4o-mini")
     if choices:
         fixed = named_offers(choices, aliases)
         names = {offer.name for offer in fixed}
+        if taken := names.intersection(aliases) - {fixed[0].name}:
+            raise ConfigError(f"--alias {min(taken)} is the id of another model of this server", "choose another alias")
         if not every:
             return fixed[0].name, lambda: fixed
         return fixed[0].name, lambda: [*fixed, *(offer for offer in local_offers() if offer.name not in names)]

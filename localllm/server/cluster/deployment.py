@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from localllm.config import EngineOptions
+from localllm.config import KEYS, EngineOptions
 from localllm.errors import ConfigError, ServerError
 from localllm.request import extra_hint
 from localllm.server.middleware import AppOptions
@@ -215,8 +215,9 @@ def application(args: Mapping[str, Any]) -> Any:
     service = ServiceOptions(options.max_parallel, queue, adapters=options.adapter_paths)
     names = tuple(args.get("names") or ())
     replicas = deployment(ReplicaOptions(str(args["model"]), names, options, service), fleet)
+    origins = KEYS["server.cors"].parse(args.get("cors") or (), "argument")
     entry: Any = _Ingress  # a deployment, thanks to Ray's decorators
-    return entry.bind(replicas, args.get("api_key_file"), tuple(args.get("cors") or ()))
+    return entry.bind(replicas, args.get("api_key_file"), origins)
 
 
 def _keys(path: str | None) -> tuple[str, ...]:

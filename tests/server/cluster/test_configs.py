@@ -66,6 +66,7 @@ def test_the_application_is_made_of_it() -> None:
         ({"replicas": 0}, "--replicas must be a number or a range, not '0'"),
         ({"gpus": "many"}, "not a number"),
         ({"insecure": False}, "no API key is set"),
+        ({"cors": "*"}, "cors must be a list of origins"),
     ],
 )
 def test_what_it_does_not_take_is_named(wrong: dict[str, Any], said: str) -> None:
