@@ -205,7 +205,7 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
             # more than one where a grammar forced some, or after a preemption: a window group has no room for more
-            self._take_slots(step, sequence, min(sequence.num_uncomputed_tokens, self.limits.prefill_budget))
+            self._take_slots(step, sequence, self._chunk(sequence, self.limits.prefill_budget))
 
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget

@@ -11,7 +11,7 @@ import pytest
 from localllm.engine.pages import Pages
 from localllm.engine.scheduler import Scheduler, SchedulerLimits
 from localllm.engine.sequence import Sequence
-from localllm.request import Request, SamplingParams
+from localllm.request import PromptImage, Request, SamplingParams
 
 PAGE = 4
 
@@ -171,6 +171,21 @@ def test_a_preempted_answer_takes_no_more_pages_of_a_window_than_a_chunk_of_a_pr
     before = one.num_output_tokens
     while one.num_output_tokens == before:
         assert not advance(scheduler, memory)[0].out_of_pages
+
+
+def test_an_image_is_computed_at_once_also_after_a_preemption():
+    scheduler, memory = build(prefill_budget=4)
+    one = sequence(scheduler, range(20), images=(PromptImage(6, 15, None, b"image"),))
+    scheduler.add(one)
+    while one.num_output_tokens < 3:
+        advance(scheduler, memory)
+    scheduler.preempt_latest()
+    scheduler.pages.tree.clear()
+    ends = []
+    while one.num_uncomputed_tokens != 1:
+        step, _ = advance(scheduler, memory)
+        ends += [part.start + part.num_tokens for part in step.scheduled]
+    assert ends == [4, 6, 15, 19, 23]
 
 
 def test_priority_goes_first_and_is_preempted_last():
