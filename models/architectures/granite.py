@@ -135,18 +135,25 @@ def old_router(checkpoint: Checkpoint) -> dict[str, str]:
     return {"mlp.gate": name} if any(one.endswith(f"{name}.weight") for one in checkpoint.tensors) else {}
 
 
-def multiplied(config: Config, names: tuple[str, str, str]) -> dict[str, Any]:
-    """The multipliers as fields of `ModelFacts`; `names` are their keys.
+def multiplied(
+    config: Config, names: tuple[str, str, str], defaults: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> dict[str, Any]:
+    """The multipliers as fields of `ModelFacts`; `names` are their keys."""
+    lowest = 1e-6, 1e-3, 1e-6
+    stated = zip(names, lowest, (1e6, 1e3, 1e6), defaults, strict=True)
+    return folded(config, *(config.keys.number(*one) for one in stated))
+
+
+def folded(config: Config, embedding: float, residual: float, divisor: float) -> dict[str, Any]:
+    """Multipliers of embedding and residual stream, and the divisor of the logits, as fields of `ModelFacts`.
 
     A residual multiplier r is folded away: x + r · f(norm(x)) is r times y + f(norm(y)) with y = x / r, because norms
     ignore the scale of their input once epsilon is divided by r².
     """
-    embedding, residual, logits = names
-    r = config.keys.number(residual, 1e-3, 1e3, 1.0)
     eps = config.keys.number(config.KEYS["eps"], 1e-12, 0.1, config.DEFAULT_EPS)
     return {
-        "embedding_scale": config.keys.number(embedding, 1e-6, 1e6, 1.0) / r,
-        "rms_norm_eps": eps / r**2,
-        "residual_scale": r,
-        "logit_scale": 1 / config.keys.number(logits, 1e-6, 1e6, 1.0),
+        "embedding_scale": embedding / residual,
+        "rms_norm_eps": eps / residual**2,
+        "residual_scale": residual,
+        "logit_scale": 1 / divisor,
     }

@@ -49,6 +49,7 @@ from .llama import Llama
 from .llama4 import Llama4
 from .mellum import Mellum
 from .mimo_v2 import MimoV2
+from .minicpm import MiniCpm
 from .minimax import MiniMaxM2
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -111,6 +112,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     HyperClovaX(),
     GraniteHybrid(),
     GraniteSwa(),
+    MiniCpm(),
     Nanbeige(),
     Nemotron(),
     NemotronH(),

@@ -94,7 +94,7 @@ OWN = {
 }  # fmt: skip
 # whose converter permutes rows of q and k
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
-PERMUTED += ("granite_swa", "muse-glimmer", "eagle3", "nanbeige")
+PERMUTED += ("granite_swa", "muse-glimmer", "eagle3", "nanbeige", "minicpm")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -199,6 +199,10 @@ def write_gguf(
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if arch == "minicpm" and not config.get("legacy"):
+        writer.add_embedding_scale(config["scale_emb"])
+        writer.add_residual_scale(config["scale_depth"] * config["num_hidden_layers"] ** -0.5)
+        writer.add_logit_scale(config["hidden_size"] / config["dim_model_base"])
     if "layer_rope_theta" in config and arch == "granite_swa":
         writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config["layer_rope_theta"]])
     if config.get("shared_intermediate_size") and arch in ("granite_swa", "granitemoe"):

@@ -33,6 +33,7 @@ STATED: dict[str, dict[str, Any]] = {
 }
 # which transformers does not have
 OTHERS = ("dflash", "eagle3", "bailing_moe", "bailing_moe_v2", "mimo_v2", "k2_horizon", "nanbeige", "spark2_5")
+OTHERS += ("minicpm",)
 RENAMED = {"exaone4_5_text": "exaone4"}  # as first published -> what transformers calls it today
 IDS = list(range(3, 60))
 
