@@ -269,7 +269,7 @@ def layer_kind(mixer: MixerWeights | None, mlp: Any, view: int) -> str:
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit, mlp.shared_limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
-        added += "+i" * mlp.share_inputs
+        added += "+i" * mlp.share_inputs + "+t" * (mlp.table is not None)
         router = f" {mlp.router_kind}{added} {chosen}"
     return f"{view} {products} {marks}{options} {mlp and mlp.activation}{router}"
 
