@@ -78,8 +78,8 @@ def max_context(name: str) -> int:
     return 0
 
 
-def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], T]) -> T:
-    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl+C cancels it and becomes Aborted."""
+def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], T], stopped: str = "stopped") -> T:
+    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl+C cancels it and becomes Aborted (`stopped`)."""
     progress = env.progress(title)
     phases: deque[LoadProgress] = deque()
     cancel = threading.Event()
@@ -102,7 +102,7 @@ def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], 
     except KeyboardInterrupt:
         cancel.set()
         thread.join(CANCEL_S)
-        raise Aborted(progress.interrupted() or "stopped") from None
+        raise Aborted(progress.interrupted() or stopped) from None
     finally:
         progress.close()
     return done.result()

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -391,3 +393,19 @@ def test_quantizing_is_told_in_percent_not_in_bytes(monkeypatch: pytest.MonkeyPa
     bar = progress.make_progress(Console(stderr=written), "bar", "tiny")
     bar.update(Told("quantize", 15 << 20, 30 << 20, "layer 15/30"))
     assert "Quantizing  tiny  " in written.getvalue() and "layer 15/30" in written.getvalue()
+
+
+def test_ctrl_c_says_how_to_continue_what_can_be_continued() -> None:
+    from localllm.cli.loading import watched
+    from localllm.errors import Aborted
+
+    def tick() -> None:
+        raise KeyboardInterrupt
+
+    nothing: Any = lambda *words: ""  # noqa: E731
+    shown = SimpleNamespace(tick=tick, update=nothing, interrupted=nothing, close=nothing)
+    env: Any = SimpleNamespace(progress=lambda title: shown)
+    with pytest.raises(Aborted, match="^stopped$"):
+        watched(env, "m", lambda tell, cancel: cancel.wait(5))
+    with pytest.raises(Aborted, match="the same command continues"):
+        watched(env, "m", lambda tell, cancel: cancel.wait(5), "stopped; the same command continues")

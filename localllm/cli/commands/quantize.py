@@ -74,7 +74,8 @@ def quantize(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sequences = _sequences(source, calib) if to in CARRIED else []
     made = partial(write, source, folder, target, calibration=sequences, device=device)
-    report = watched(env, label(source), lambda tell, cancel: made(tell=tell, cancel=cancel))
+    stopped = "stopped; the same command continues"
+    report = watched(env, label(source), lambda tell, cancel: made(tell=tell, cancel=cancel), stopped)
     name, worst = report.worst
     kind = "of layer outputs" if report.calibration_tokens else "of weights"
     console.say(
