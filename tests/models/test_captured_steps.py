@@ -38,6 +38,9 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 from localllm.plan.planner import Planner
 
+from .test_predictor import NAMES as WITH_HEAD
+from .test_predictor import with_head
+
 META = torch.device("meta")
 CARD = Card(90, 132)
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "bincount")
@@ -154,11 +157,11 @@ def on_meta(made: Any, folder: Path, **options: Any) -> Model:
 
 
 @torch.inference_mode()
-def faults(model: Model) -> list[str]:
-    """What is wrong with the steps of the plan's graphs, with and without drafts, or with sampling from them."""
+def faults(model: Model, speculation: str = "ngram") -> list[str]:
+    """What is wrong with the steps of the plan's graphs, with and without drafts, those of a head, or with sampling."""
     from localllm.kernels.triton.sampling import sample
 
-    wanted = EngineOptions(device="cuda:0", kv="bf16", ctx=256, max_parallel=3, speculation="ngram")
+    wanted = EngineOptions(device="cuda:0", kv="bf16", ctx=256, max_parallel=3, speculation=speculation)
     plan = Planner(MACHINES["h100"], wanted).plan(model.facts)
     assert plan.graph_buckets == (1, 2, 3) and plan.guess_buckets
     counts = {"num_pages": tuple(40 for _ in plan.num_pages), "num_slots": min(9, plan.num_slots)}
@@ -168,8 +171,9 @@ def faults(model: Model) -> list[str]:
         with capturing(found):
             return run(), lambda: None
 
-    graphs = assemble(model, replace(plan, device="meta", **counts), capture=capture).runner.graphs
-    assert graphs is not None
+    runner = assemble(model, replace(plan, device="meta", **counts), capture=capture).runner
+    graphs = runner.graphs
+    assert graphs is not None and bool(runner.beside) is (speculation == "mtp")
     if not graphs.failure:
         DeviceSampler(sample, 3, model.facts.vocab_size, META, 16).capture(graphs.buckets, capture)
     return [*found, *filter(None, [graphs.failure])]
@@ -180,6 +184,14 @@ def test_a_step_can_be_captured(
     name: str, tiny_for_gpu: Callable[[str], Any], tmp_path: Path, as_on_a_card: None
 ) -> None:
     assert not faults(on_meta(tiny_for_gpu(name), tmp_path))
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_passes_of_an_mtp_head_can_be_captured(
+    name: str, tiny_for_gpu: Callable[[str], Any], tmp_path: Path, as_on_a_card: None
+) -> None:
+    made, _ = with_head(tiny_for_gpu(name), name)
+    assert not faults(on_meta(made, tmp_path, predictor=True), "mtp")
 
 
 @pytest.mark.slow
