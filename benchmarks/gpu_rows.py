@@ -237,7 +237,9 @@ def generate(
     """
     tokens = tokens or place.sizes.same
     longest = max(place.sizes.prompts) + tokens
-    plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
+    alone = not (together or known or draft or headed)  # otherwise the model is batch-invariant
+    sizes = {"ctx": longest + 64, "prefill_budget": 256, "max_parallel": 8}
+    plan = place.plan(model.facts, kv=kv, graphs=graphs, deterministic=not alone, **sizes)
     engine = place.assembled(model, replace(plan, speculation="draft" if draft else "mtp" if headed else "off"), draft)
     engine.stepper.runs_ahead = ahead
     listener: Any = engine.runner.listener

@@ -78,9 +78,17 @@ def test_all_of_it_is_rehearsed_on_a_bare_machine(tmp_path: Path) -> None:
     assert document["schema"] == "localllm.gpu-bench/1"
     names = " ".join(row["name"] for row in document["rows"])
     for word in (
-        *("check products 1", "check model bf16", "first ever start", "kernels cached", "copy bandwidth", "MBU"),
+        *(
+            "check products 1",
+            "check mixture bf16",
+            "check family",
+            "first ever start",
+            "kernels cached",
+            "copy bandwidth",
+            "MBU",
+        ),
         *("attention alone", "kernel ", "prefill", "batch 2 over", "without graphs", "peak memory", "decode 2 x"),
-        *("checks 2 guesses", "2 guesses, 70 % right", "2 guesses of its head, 70 % right", "check family"),
+        *("checks 2 guesses", "2 guesses, 70 % right", "2 guesses of its head, 70 % right"),
         *("torch over ours: bf16", "torch over ours: attention"),
     ):
         assert word in names, word
