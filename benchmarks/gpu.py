@@ -69,7 +69,7 @@ Three runs of ten minutes, most valuable first. Rows go to benchmarks/results/gp
    If time is left: python benchmarks/gpu.py grid
 
 With a quarter of an hour in all, instead:
-   python benchmarks/gpu.py check --minutes 6 --only model,mixture,family
+   python benchmarks/gpu.py check --minutes 6 --only model,mixture,family,cold
    python benchmarks/gpu.py speed --minutes 6
 
 To check with a model file, copy it in pieces next to the checkout, in a folder that git ignores:
