@@ -538,7 +538,7 @@ class SegmentTrial:
         return {
             "attn_in": (x, mixer, cos, sin, cache, where),
             "attention": (q, mixer, cache, table, cu, lens),
-            "attn_out": (q[..., : mixer.head_dim].flatten(1), x, mixer),
+            "attn_out": (q[..., : mixer.values].flatten(1), x, mixer),
         }[name]
 
 
