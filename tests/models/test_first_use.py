@@ -29,12 +29,17 @@ def load(tiny: Callable, folder: Path, name: str = "gemma3") -> tuple[Any, SelfT
         return load_model(checkpoint, LoadOptions(kv_format="bf16", selftest=test)), test
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "gemma3", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "gemma3", "qwen3.5", "lfm2", "mimo"])
 def test_a_model_whose_kernels_are_right_keeps_them(tiny: Callable, tmp_path: Path, name: str) -> None:
     model, test = load(tiny, tmp_path, name)
     assert test.failures == []
     assert test.num_run > 8
     assert model.kernels["decoder"] == "c"
+
+
+@pytest.mark.slow
+def test_every_architecture_keeps_its_kernels(tiny: Callable, tiny_names: tuple[str, ...], tmp_path: Path) -> None:
+    assert not {name: found for name in tiny_names if (found := load(tiny, tmp_path / name, name)[1].failures)}
 
 
 @pytest.mark.parametrize("segment", ["step", "decoder", "mlp", "attn_out", "attention", "attn_in"])
