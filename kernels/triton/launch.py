@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -107,6 +107,12 @@ class Launch:
         """Everything that distinguishes compiled kernels."""
         return f"{self.kernel} {self.signature} {self.constexprs} {self.options}"
 
+    @property
+    def bare(self) -> Launch:
+        """Without the tensors' data."""
+        args = {name: one.to("meta") if isinstance(one, torch.Tensor) else one for name, one in self.args.items()}
+        return replace(self, args=args)
+
     def compile(self, device: torch.device) -> None:
         """Compile for `device`, so that a later launch finds the kernel in the cache."""
         with torch.cuda.device(device):
@@ -143,7 +149,7 @@ def launch(
     if _recorder.card is not None:
         constexprs, options = _complete(kernel, args[0], constexprs, (num_warps, num_stages, registers, fuses))
         named = dict(zip(kernel.arg_names, args, strict=False))
-        _recorder.launches.append(Launch(kernel, named, constexprs, options, subnormals))
+        _recorder.add(Launch(kernel, named, constexprs, options, subnormals))
         return
     if 0 in grid:
         return
@@ -196,18 +202,19 @@ class _Recorder(threading.local):
     """Per-thread recording state: other threads keep launching."""
 
     card: Card | None = None
-    launches: list[Launch]
+    add: Callable[[Launch], None]
 
 
 _recorder = _Recorder()
 
 
 @contextmanager
-def recording(card: Card) -> Iterator[list[Launch]]:
-    """Context that records this thread's launches as for `card` instead of running them."""
-    _recorder.card, _recorder.launches = card, []
+def recording(card: Card, add: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
+    """Context that records this thread's launches as for `card` instead of running them, or passes each to `add`."""
+    launches: list[Launch] = []
+    _recorder.card, _recorder.add = card, add or launches.append
     try:
-        yield _recorder.launches
+        yield launches
     finally:
         _recorder.card = None
 
@@ -218,9 +225,14 @@ def recorded(call: Callable[[], object], device: torch.device, threads: int = 1)
     Outputs are left uninitialized while recording, so `call` must not branch on them. Errors are ignored here; the
     actual launch reports them.
     """
-    with suppress(Exception), recording(card_of(device)) as launches:
+    each: dict[str, Launch] = {}
+
+    def add(one: Launch) -> None:
+        if one.key not in each:
+            each[one.key] = one.bare  # with its tensors, a prompt would keep the activations of all layers
+
+    with suppress(Exception), recording(card_of(device), add):
         call()
-    each = {one.key: one for one in launches}
 
     def compile_all() -> None:
         with ThreadPoolExecutor(threads) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from localllm.kernels.triton.launch import compile_ahead, launch
+from localllm.kernels.triton.launch import compile_ahead, launch, recorded
 
 
 class Kernel:
@@ -51,9 +52,26 @@ def test_compiling_ahead_launches_nothing_and_another_thread_goes_on_launching(
 
     compile_ahead(call, torch.device("cpu"), threads=2)
     assert kernel.launched == [(7,)] and not broken.launched and len(broken.warmed) == 1
-    assert sorted(kernel.warmed) == [((3,), 16, 2), ((5,), 8, 2)]
+    assert sorted(kernel.warmed) == [((3,), 8, 2), ((3,), 16, 2)]
     run(kernel, 9, 8)
     assert kernel.launched == [(7,), (9,)]
+
+
+def test_recorded_launches_keep_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The activations of every layer of a prompt would not fit."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    kernel, made = Kernel(), []
+
+    def call() -> None:
+        for _ in range(3):
+            out = torch.empty(4, dtype=torch.bfloat16)
+            made.append(weakref.ref(out))
+            launch(kernel, (1,), out, 1, SIZE=8)
+
+    compiling = recorded(call, torch.device("cpu"))
+    assert [one() for one in made] == [None] * 3
+    compiling()
+    assert len(kernel.warmed) == 1
 
 
 class Handle:
