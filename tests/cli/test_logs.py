@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from localllm.cli.frame.console import Console
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
+from localllm.terminal import cell_width
 
 from .conftest import Invoke, valid
 
@@ -33,6 +38,22 @@ def test_chats_are_listed_newest_first(invoke: Invoke, saved: Path) -> None:
     assert [row["id"] for row in rows] == ["8b0000", "7f3a00"] and rows[1]["messages"] == 2
     assert "7f3a00" in invoke("logs", "list", "launches").stdout
     assert invoke("logs", "-n", "1").stdout.count("\n") == 2
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_narrow_terminal_has_one_line_for_each_chat(saved: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.commands.logs import _list
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    with History() as history:
+        history.save(SavedChat("900000", "A title of many words " * 5, "m" * 40, updated=3e9), [])
+        out = io.StringIO()
+        env: Any = SimpleNamespace(console=Console(stdout=out, stderr=io.StringIO(), color="never"))
+        env.console.out_tty = True
+        _list(env, history, "", 9)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and all(cell_width(line) < width for line in lines), lines
+    assert lines[1].startswith("900000") and "A title of many" in lines[1]
 
 
 def test_there_is_no_last_chat_yet(invoke: Invoke, empty_home: Path) -> None:

@@ -64,7 +64,7 @@ def catalog(
         env.console.table(head, [_cells(one) for one in entries], right=("PARAMS", "SIZE", "PREFILL"), spare=spare)
     place = "that machine" if imagined else "this machine"
     running = sum(one.fits for one in entries)
-    env.console.say(f"{counted(len(entries), 'model')}, {running} run on {place} · speeds in tokens per second")
+    env.console.paragraph(f"{counted(len(entries), 'model')}, {running} run on {place} · speeds in tokens per second")
     if star := next((one for one in entries if one.recommended), None):
         env.console.say(f"Next: localllm plan {star.best.file.name}")
     return 0

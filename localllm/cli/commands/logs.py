@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import iso, one_of, picked
+from localllm.cli.frame.console import columns, iso, one_of, picked
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, counted, fit
 
@@ -84,16 +84,22 @@ def _list(env: Env, history: History, query: str, limit: int) -> None:
     if not chats:
         console.say(f"no chat matches {clean_line(query)}" if query else "no saved chats yet: localllm chat")
         return
+    room = max(20, columns(console.out_tty) - 27)  # beside id and time
     cells = [
-        (chat.id[:SHOWN_ID], _when(chat.updated), _title(chat), str(chat.num_messages), fit(clean_line(chat.model), 30))
+        (chat.id[:SHOWN_ID], _when(chat.updated), fit(_title(chat), room), str(chat.num_messages), _model(chat))
         for chat in chats
     ]
-    console.table(("ID", "CHANGED", "TITLE", "MESSAGES", "MODEL"), cells, right=("MESSAGES",))
+    head = ("ID", "CHANGED", "TITLE", "MESSAGES", "MODEL")
+    console.table(head, cells, right=("MESSAGES",), spare=("MODEL", "MESSAGES"))
     console.say("Continue: localllm chat -c      Show: localllm logs show ID")
 
 
 def _title(chat: SavedChat) -> str:
     return fit(clean_line(chat.title) or "untitled", 60)
+
+
+def _model(chat: SavedChat) -> str:
+    return fit(clean_line(chat.model), 30)
 
 
 def _search(env: Env, history: History, query: str, limit: int) -> None:

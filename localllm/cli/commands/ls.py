@@ -57,7 +57,7 @@ def ls(
         return 0
     total = sum({m.path: m.size_bytes for m in shown}.values())  # two of Ollama's names may share a file
     place = clean_line(home_short(hub.cache.hub_dir()))
-    console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free for downloads in {place}")
+    console.paragraph(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free for downloads in {place}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
         cells = [_cells(*one) for one in planned]
