@@ -121,6 +121,21 @@ def test_nothing_that_answers_is_said(invoke: Invoke, empty_home: Path) -> None:
     assert "did you mean aider" in invoke("connect", "adier").stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "x"), "no app is named"),
+        (("--url", "http://127.0.0.1:1"), "no app is named"),
+        (("zed", "--copy"), "--copy needs a terminal"),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_refused(
+    invoke: Invoke, empty_home: Path, words: tuple[str, ...], said: str
+) -> None:
+    result = invoke("connect", *words)
+    assert result.exit_code == 2 and said in result.stderr and not result.stdout
+
+
 def test_a_server_on_a_unix_socket_is_found(invoke: Invoke, on_socket: str) -> None:
     result = invoke("connect", "curl")
     words = shlex.split(result.stdout.replace("\\\n", ""))

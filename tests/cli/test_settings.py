@@ -242,6 +242,15 @@ def test_a_damaged_file_of_ones_own_is_not_to_be_pulled(invoke: Invoke, tmp_path
     assert f"try   localllm quantize {tmp_path / 'm.gguf'} --to int4" in wrong
 
 
+def test_what_a_format_does_not_use_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    words = ("quantize", str(tmp_path / "m.gguf"), "--to", "int8")
+    told = " ".join(invoke(*words, "--calib", str(tmp_path / "none.txt")).stderr.split())
+    assert "--calib is for int4, int4-sym, nvfp4, mxfp4; int8 is not calibrated" in told and "try drop --calib" in told
+    told = invoke(*words, "--group", "32").stderr
+    assert "it takes none, not 32" in told and f"try   localllm quantize {tmp_path / 'm.gguf'} --to int8" in told
+
+
 def test_a_full_disk_is_no_matter_of_permissions(invoke: Invoke, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -78,7 +78,11 @@ def connect(
     copy: Annotated[bool, Option("--copy", help="Also copy the snippet to the clipboard.")] = False,
 ) -> int:
     """Print the settings that connect another program to `localllm serve`, and the file they belong in."""
+    if copy and not env.console.err_tty:
+        raise ConfigError("--copy needs a terminal", "localllm connect APP | xclip -selection clipboard")
     if app is None:
+        if copy or url is not None or model is not None:
+            raise ConfigError("no app is named", "`localllm connect` lists the apps")
         env.console.emit("connect/1", {"apps": {name: one["about"] for name, one in APPS.items()}})
         rows = [(n, a["about"], a.get("file", "–").split(" in ")[0]) for n, a in APPS.items()]
         env.console.table(("APP", "WHAT IT IS", "SETTINGS"), rows, spare=("SETTINGS",))
@@ -99,8 +103,6 @@ def connect(
         if line:
             env.console.say(f"# {line}")
     if copy:
-        if not env.console.err_tty:
-            raise ConfigError("--copy needs a terminal", "localllm connect APP | xclip -selection clipboard")
         env.console.to_terminal(osc52(text))  # also works over ssh
     return 0
 

@@ -66,7 +66,10 @@ def quantize(
     try:
         target = Target(to, group)
     except ValueError as error:
-        raise ConfigError(str(error), f"localllm quantize {clean_line(shlex.quote(model))} --to int4") from None
+        again = f"localllm quantize {clean_line(shlex.quote(model))} --to {to if to in FORMATS else 'int4'}"
+        raise ConfigError(str(error), again) from None
+    if to not in CARRIED and calib not in ("auto", "none"):
+        raise ConfigError(f"--calib is for {', '.join(CARRIED)}; {to} is not calibrated", "drop --calib")
     with opened(resolved, "off"):  # damage is named before anything is written, with a hint that fits the source
         pass
     name = label(source).rpartition("/")[2].removesuffix(".safetensors")
