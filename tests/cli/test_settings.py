@@ -50,6 +50,7 @@ def test_what_is_no_setting_and_no_file_is_called_so(invoke: Invoke, file: Path,
     binary.write_bytes(b"\xff\xfe")
     assert "binary.toml is not valid TOML: it is not UTF-8 text" in invoke("--config", str(binary), "config").stderr
     assert "error: missing argument 'MODEL'   [E201]" in invoke("show").stderr
+    assert "error: too many arguments: more words   [E201]" in invoke("ps", "more", "words").stderr
     assert "at least 256M, such as 24G, not '1M'" in invoke("plan", "--ram", "1M").stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ def _usage_error(error: Exception, as_json: bool) -> int:
     hint = f"localllm {command} -h" if command and command != "localllm" else "localllm --help"
     text = " ".join(str(message()).split()).rstrip(".").partition(", unable to parse")[0]
     text = text.replace("Input should be", "it must be")
+    text = re.sub(r"^Got unexpected extra arguments?(\(s\))? \((.*)\)$", r"too many arguments: \2", text)
     return Console(as_json=as_json).fail(ConfigError(text[:1].lower() + text[1:], hint))
 
 
