@@ -154,6 +154,7 @@ def experts(
     weights: ExpertsWeights,
     mix: Callable[..., Tensor] = mixture,
     ids: Tensor | None = None,
+    add: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place.
 
@@ -161,7 +162,9 @@ def experts(
 
     mix   replacement for `experts.mixture`
     ids   as in `experts.route`
+    add   replacement for `mixers.add_output` with this `rms_norm`
     """
+    add = partial(add_output, rms_norm) if add is None else add
     if ids is not None:
         mix = partial(mix, ids=ids)
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
@@ -178,10 +181,10 @@ def experts(
         out = total(mix(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
         out = norm_rows(rms_norm, out, own.after_experts)
         given = total(shared(norm_rows(rms_norm, x, own.shared), weights, activate)).to(x.dtype)
-        out = out + norm_rows(rms_norm, given, own.after_shared)
+        out = add(out, given, own.after_shared)
     if weights.hyper is not None:
         return out
-    x = add_output(rms_norm, x, out, weights.post_norm)
+    x = add(x, out, weights.post_norm)
     return x if weights.layer_scale == 1.0 else x.mul_(weights.layer_scale)
 
 

@@ -43,7 +43,7 @@ from .ops import FP4_CAPABILITY, FP8_CAPABILITY, IMPLS
 from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
 from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
-from .rms_norm import normed, rms_norm
+from .rms_norm import add_normed, normed, rms_norm
 from .sampling import sample
 from .token_index import choose_blocks, index_pool, index_scores, index_write
 
@@ -360,6 +360,8 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
         yield "rms_norm", str(shape[1]), partial(rms_norm, _meta(dtype, *shape), weight, 1e-6)
         yield "layer_norm", str(shape[1]), partial(normed, _meta(dtype, *shape), Norm(weight, 1e-5, weight))
         yield "group_norm", str(shape[1]), partial(normed, _meta(dtype, *shape), Norm(weight, 1e-6, None, 4))
+        given = _meta(dtype, *shape), _meta(dtype, *shape), Norm(weight, 1e-6)
+        yield "rms_norm", f"{shape[1]} added", partial(add_normed, *given)
     for label, dim, half, interleaved in (("d128", 128, 64, False), ("d96 partial interleaved", 96, 16, True)):
         angles = _meta(torch.float32, 1, half)
         yield "rope", label, partial(rope, _meta(dtype, 1, 12, dim), angles, angles, interleaved)
@@ -423,6 +425,13 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
         kept = _pages(kv_format, 8, 16, 128), slots
         given = (_meta(dtype, 1, 16 * 128), (0, 8, 128, 128), (angles, angles), kept, (norm, norm))
         yield "qk_norm_rope_kv", f"{kv_format} d128 without queries", partial(qk_norm_rope_kv, *given)
+    for dim, kv_heads, shared in ((256, 8, False), (512, 2, True)):  # Gemma 4 26B
+        angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
+        for kv_format in (native, "int8", "fp8"):
+            kept, rows = (_pages(kv_format, kv_heads, 16, dim), slots), 16 + kv_heads * (1 if shared else 2)
+            given = (_meta(dtype, 1, rows * dim), (16, kv_heads, dim, dim), (angles, angles), kept, (norm, norm))
+            call = partial(qk_norm_rope_kv, *given, v_norm=norm, k_is_v=shared)
+            yield "qk_norm_rope_kv", f"{kv_format} d{dim} values {'of keys' if shared else 'normed'}", call
 
 
 def _gate_calls(dtype: torch.dtype) -> Iterator[Call]:

@@ -25,7 +25,7 @@ from ..layer_weights import FUSED_EXPERTS, FUSED_HYPER, ExpertsWeights, LinearPa
 from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
 from .product_tiles import SMALL_TOKENS, is_fixed
-from .rms_norm import normed
+from .rms_norm import add_normed, normed
 from .segments import FUSED, only_part
 
 BLOCK = 1024
@@ -41,7 +41,7 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights,
         return composed(x, weights, ids=ids)
     if x.shape[0] <= SMALL_TOKENS and x.is_contiguous() and weights.post_norm is None and _is_for_steps(x, weights):
         return _step(x, weights, ids)
-    return composed(x, weights, mix=mixture, ids=ids)
+    return composed(x, weights, mix=mixture, ids=ids, add=add_normed)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:

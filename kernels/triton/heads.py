@@ -82,12 +82,12 @@ def _store_vectors(
 
 @triton.jit
 def _heads(
-    qkv, cosines, sines, q_weight, k_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
-    token_stride, q_eps, k_eps,
+    qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
+    token_stride, q_eps, k_eps, v_eps,
     DIM: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr,
     LAYER_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr,
-    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, V_NORM: tl.constexpr, K_IS_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -112,6 +112,8 @@ def _heads(
         row += tl.minimum(head, HEADS) * DIM
     elif GATE == "heads":
         row += tl.where(is_query, 0, HEADS)
+    if K_IS_V:
+        row -= tl.where(is_value, KV_HEADS * DIM, 0)
     given, turns = real, real
     if VALUES < DIM:
         row -= tl.where(is_value, (head - HEADS - KV_HEADS) * (DIM - VALUES), 0)
@@ -150,6 +152,10 @@ def _heads(
             )
             if VALUE_SCALE != 1.0:
                 plain *= VALUE_SCALE
+            if V_NORM:
+                mean = tl.sum(plain * plain, 1, keep_dims=True) * (1.0 / DIM)
+                v_gain = tl.load(v_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+                plain *= 1.0 / tl.sqrt_rn(mean + v_eps) * v_gain
             _store_vectors(
                 plain, v_pages, v_scales, slot, kv_head, d, real & is_value, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
             )
@@ -165,6 +171,8 @@ def qk_norm_rope_kv(
     late_norms: bool = False,
     gate: str = "",
     value_scale: float = 1.0,
+    v_norm: Norm | None = None,
+    k_is_v: bool = False,
 ) -> Tensor:
     """Return queries after QK-norm and RoPE; write keys and values to their slots.
 
@@ -174,6 +182,8 @@ def qk_norm_rope_kv(
     kept     pages, and slots int64 [num_tokens], negative ones are skipped; None if there are only queries
     norms    of queries and of keys, over head_dim, before RoPE or after it (`late_norms`); None: no QK-norm
     gate     queries: each query in qkv is followed by its gate; heads: one number per head after all queries
+    v_norm   of values, over head_dim
+    k_is_v   qkv has no values: they are the keys as they are there
     returns  q [num_tokens, num_heads, head_dim], dtype of qkv; with gates [..., 2 head_dim], each query and its gate
 
     Reference: `mixers.attn_in` without its input norm and product.
@@ -197,8 +207,9 @@ def qk_norm_rope_kv(
         qkv,
         *((qkv, qkv) if angles is None else (part.contiguous() for part in angles)),
         *((qkv, qkv) if norms is None else (norm.weight for norm in norms)),
-        *(q, *stored, qkv.stride(0)),
+        *(qkv if v_norm is None else v_norm.weight, q, *stored, qkv.stride(0)),
         *((0.0, 0.0) if norms is None else (norm.eps for norm in norms)),
+        0.0 if v_norm is None else v_norm.eps,
         DIM=dim,
         VALUES=values,
         PADDED=padded,
@@ -215,6 +226,8 @@ def qk_norm_rope_kv(
         LATE_NORM=late_norms,
         GATE=gate,
         VALUE_SCALE=value_scale,
+        V_NORM=v_norm is not None,
+        K_IS_V=k_is_v,
     )
     return q
 

@@ -22,14 +22,15 @@ HEAD_ROWS = 256  # elements per tile of short rows, such as the heads of QK-norm
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
-    x, weight, bias, out, eps, num_rows, inner, outer_stride,
+    x, weight, bias, out, eps, factor, num_rows, inner, outer_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr, CENTRED: tl.constexpr,
-    PDL: tl.constexpr,
+    ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize ROWS rows of DIM; row r is at (r // inner) * outer_stride + (r % inner) * DIM.
 
     STREAMS   row r is multiplied by row r % STREAMS of the weight
     CENTRED   LayerNorm: the mean is subtracted, and the bias added
+    ADDS      add what `out` holds, and multiply the sum by `factor`
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -52,7 +53,10 @@ def _norm_rows(
     result = wide * scale[:, None] * gain
     if CENTRED:
         result += tl.load(bias + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
-    tl.store(out + row[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=ok)
+    to = out + row[:, None] * DIM + d[None, :]
+    if ADDS:
+        result = (tl.load(to, mask=ok, other=0.0).to(tl.float32) + result) * factor
+    tl.store(to, result.to(out.dtype.element_ty), mask=ok)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +86,16 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
     return out
 
 
+def add_normed(x: Tensor, rows: Tensor, norm: Norm | None, factor: float = 1.0) -> Tensor:
+    """(x + norm(rows)) * factor, in place: [num_rows, dim]; with an RMSNorm one launch, which rounds once."""
+    if norm is None or norm.groups > 1 or norm.bias is not None or not x.is_contiguous():
+        x.add_(normed(rows, norm))
+        return x if factor == 1.0 else x.mul_(factor)
+    rows, dim = rows.contiguous(), x.shape[1]
+    _launch(rows, norm.weight, None, x, norm.eps, dim, 1, dim, 1, factor)
+    return x
+
+
 def norm_streams(x: Tensor, weight: Tensor, eps: float, count: int) -> Tensor:
     """RMSNorm of each of `count` streams side by side, with a weight of its own: the shape of x.
 
@@ -94,11 +108,13 @@ def norm_streams(x: Tensor, weight: Tensor, eps: float, count: int) -> Tensor:
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float, dim: int, inner: int, outer_stride: int,
-    streams: int,
+    streams: int, factor: float | None = None,
 ) -> None:  # fmt: skip
     num_rows, padded = x.numel() // dim if dim else 0, power_of_2(dim)
     # from the width alone, so that a row is always summed in the same order
     rows, warps = max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
-    arguments = (x, weight.contiguous(), weight if bias is None else bias, out, eps, num_rows, inner, outer_stride)
-    sizes: dict[str, Any] = {"DIM": dim, "PADDED": padded, "ROWS": rows, "STREAMS": streams}
-    launch(_norm_rows, (-(-num_rows // rows),), *arguments, num_warps=warps, **sizes, CENTRED=bias is not None)
+    gains = weight.contiguous(), weight if bias is None else bias
+    numbers = eps, 1.0 if factor is None else factor, num_rows, inner, outer_stride
+    kinds: dict[str, Any] = {"STREAMS": streams, "CENTRED": bias is not None, "ADDS": factor is not None}
+    kinds |= {"DIM": dim, "PADDED": padded, "ROWS": rows}
+    launch(_norm_rows, (-(-num_rows // rows),), x, *gains, out, *numbers, num_warps=warps, **kinds)

@@ -39,12 +39,15 @@ from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .recurrent import Raw, causal_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
-from .rms_norm import normed
+from .rms_norm import add_normed, normed
 
 # implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
 _GATES = ("silu", "silu_clamped", "gelu_tanh")
 _ATTENTION, _DELTA = FUSED_ATTENTION | FUSED_HYPER, FUSED_DELTA | FUSED_HYPER
+# fields that `attn_in` uses or that concern only what follows it
+_ATTN_IN = _ATTENTION | {"v_norm", "k_is_v", "reads_only", "temperature", "temperature_offset", "streams"}
+_MLP = FUSED_MLP | {"scale", "input"}  # per-layer inputs are applied after `mlp`
 LONGEST = 3e38  # a time step without an upper limit
 
 
@@ -58,14 +61,18 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
-    if not has_only(weights, _ATTENTION, "norm", True) or (weights.q_norm is None) != (weights.k_norm is None):
+    reads_only = weights.reads_only
+    uneven = (weights.q_norm is None) != (weights.k_norm is None) and not reads_only
+    if uneven or not has_only(weights, _ATTN_IN, "norm", True):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     (qkv,) = of_normed(x, weights.norm, weights.qkv)
-    sizes = weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.values
-    norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
+    sizes = weights.num_heads, 0 if reads_only else weights.num_kv_heads, weights.head_dim, weights.values
+    k_norm = weights.q_norm if reads_only else weights.k_norm
+    norms = None if weights.q_norm is None or k_norm is None else (weights.q_norm, k_norm)
     gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
-    arguments = (qkv, sizes, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms, gate, weights.value_scale)
+    arguments = (qkv, sizes, (cos, sin), None if reads_only else (pages, slot_mapping), norms)
+    own = weights.interleaved, weights.late_norms, gate, weights.value_scale, weights.v_norm, weights.k_is_v
+    return qk_norm_rope_kv(*arguments, *own)
 
 
 def attention(
@@ -86,18 +93,20 @@ def attention(
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
-    """x + attended Wᵀ: [num_tokens, hidden], in place."""
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place."""
     part = only_part(weights.out, attended)
-    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION, "norm", True)
-    if part is None or not known or not x.is_contiguous():
+    own = weights.hyper is None and weights.sum_norm is None and weights.join is None and x.is_contiguous()
+    if own and weights.post_norm is not None:
+        return add_normed(x, weights.out(attended), weights.post_norm)
+    if part is None or not own:
         return composed(attended, x, weights)
     return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
 
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
-    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
+    """(x + post_norm(down(act(gate) · up))) · scale, gate and up of norm(x): [num_tokens, hidden], in place."""
     gate_up = only_part(weights.gate_up, x)
-    known = weights.activation in _GATES and has_only(weights, FUSED_MLP, "norm", True)
+    known = weights.activation in _GATES and has_only(weights, _MLP, "norm", True)
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
     seen, norm = _centred(x, weights.norm)
@@ -105,11 +114,10 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     hidden = product(seen, gate_up.prepared, first)
     if weights.hyper is not None:
         return weights.down(hidden)
-    down = only_part(weights.down, hidden)
-    if down is not None and weights.post_norm is None:
-        return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
-    out = weights.down(hidden)
-    return x.add_(out if weights.post_norm is None else normed(out, weights.post_norm))
+    if weights.post_norm is not None:
+        return add_normed(x, weights.down(hidden), weights.post_norm, weights.scale)
+    x = onto(x, weights.down, hidden)
+    return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:

@@ -73,6 +73,42 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     assert torch.equal(found.v != 0, expected.v != 0)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "kind", "kv_format"),
+    [
+        (3, "v_norm", "fp16"),
+        (1, "k_is_v", "fp16"),
+        (3, "reads_only", "fp16"),
+        pytest.param(3, "k_is_v", "int8", marks=pytest.mark.slow),
+        pytest.param(1, "v_norm", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_of_gemma4(num_tokens: int, kind: str, kv_format: str, device: torch.device) -> None:
+    """Values with a norm, values that are the keys before theirs, and queries alone."""
+    weights = weights_of(True, False, 3, device)
+    if kind != "reads_only":
+        weights = replace(weights, v_norm=Norm(torch.rand(DIM).to(device) + 0.5, 1e-6))
+    if kind != "v_norm":
+        kept = {"k_is_v": 2, "reads_only": 1}[kind]
+        weights = replace(weights, qkv=Linear(weights.qkv.parts[:kept]), **{kind: True})
+    if kind == "reads_only":
+        weights = replace(weights, k_norm=None)
+    x = torch.randn(num_tokens, HIDDEN).half().to(device)
+    turns = torch.randn(num_tokens, DIM // 2)
+    view = turns.cos().to(device), turns.sin().to(device)
+    slots = torch.arange(5, 5 + num_tokens).to(device)
+    found, expected = (KVPages.empty(kv_format, 2, KV_HEADS, 16, DIM) for _ in range(2))
+    found, expected = (
+        KVPages(*(None if part is None else part.to(device) for part in one)) for one in (found, expected)
+    )
+    q = attn_in(never, x, weights, *view, found, slots)
+    torch.testing.assert_close(q, REFERENCES["attn_in"](x, weights, *view, expected, slots), rtol=1e-2, atol=1e-2)
+    step = {"fp16": 0.01, "int8": 0.05, "fp8": 0.07}[kv_format]
+    for ours, theirs in zip(numbers(found), numbers(expected), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=0.05)
+    assert bool(found.v.float().any()) == (kind != "reads_only")
+
+
 @pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8"])
 def test_values_shorter_than_keys(kv_format: str, device: torch.device) -> None:
     """The pages hold zeros after them, which attention's result does not have."""

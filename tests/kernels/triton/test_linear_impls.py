@@ -216,6 +216,10 @@ def attention_weights(device: torch.device, impl: Impl, **more: Any) -> Attentio
     return AttentionWeights(Norm(torch.rand(32).to(device), 1e-5), out, out, 2, 1, 32, 1.0, **more)
 
 
+def never(*args: object) -> Tensor:
+    raise AssertionError("the composed segment was called")
+
+
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_fused_segments(tokens: int, device: torch.device) -> None:
     impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5)
@@ -229,10 +233,10 @@ def test_fused_segments(tokens: int, device: torch.device) -> None:
         (None, "silu", None, first), (post, "gelu_tanh", 2.0, post), (None, "silu", None, grouped)
     ):  # fmt: skip
         weights = attention_weights(device, impl, post_norm=extra)
-        found = segments.attn_out(COMPOSED["attn_out"], attended, x.clone(), weights)
+        found = segments.attn_out(never, attended, x.clone(), weights)
         assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double().cpu()) < CLOSE
-        mlp, into = MlpWeights(norm, gate_up, down, activation, extra), x.clone()
-        found = segments.mlp(COMPOSED["mlp"], into, mlp)
+        mlp, into = MlpWeights(norm, gate_up, down, activation, extra, scale=0.7 if extra else 1.0), x.clone()
+        found = segments.mlp(never, into, mlp)
         assert found.data_ptr() == into.data_ptr()
         assert error(found, COMPOSED["mlp"](x.clone(), mlp).double().cpu()) < CLOSE
         logits = segments.head(COMPOSED["head"], x, HeadWeights(norm, vocab, softcap))

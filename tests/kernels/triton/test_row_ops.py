@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import recurrent, reference, segments
+from localllm.kernels import mixers, recurrent, reference, segments
 from localllm.kernels.kv_codes import decode_e4m3, encode_e4m3
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Norm
@@ -32,6 +32,18 @@ def close(found: Tensor, expected: Tensor, factor: float = 1.0) -> None:
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x, weight = torch.randn(shape).to(device, dtype), torch.randn(shape[-1]).to(device)
     close(rms_norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.6])
+def test_normed_rows_are_added_in_place(factor: float, device: torch.device) -> None:
+    """In one launch, which rounds once; LayerNorms and rows without a norm are added by themselves."""
+    x, rows, weight, bias = (torch.randn(*shape).to(device) for shape in ((3, 40), (3, 40), (40,), (40,)))
+    for norm in (Norm(weight, 1e-5), Norm(weight, 1e-5, bias), Norm(weight, 1e-5, groups=4), None):
+        into = x.half()
+        expected = (into.float() + mixers.norm_rows(reference.rms_norm, rows, norm)) * factor
+        found = rms_norm.add_normed(into, rows.half(), norm, factor)
+        assert found.data_ptr() == into.data_ptr()
+        torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
