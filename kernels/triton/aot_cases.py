@@ -360,8 +360,8 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
         yield "rms_norm", str(shape[1]), partial(rms_norm, _meta(dtype, *shape), weight, 1e-6)
         yield "layer_norm", str(shape[1]), partial(normed, _meta(dtype, *shape), Norm(weight, 1e-5, weight))
         yield "group_norm", str(shape[1]), partial(normed, _meta(dtype, *shape), Norm(weight, 1e-6, None, 4))
-        given = _meta(dtype, *shape), _meta(dtype, *shape), Norm(weight, 1e-6)
-        yield "rms_norm", f"{shape[1]} added", partial(add_normed, *given)
+        added = partial(add_normed, _meta(dtype, *shape), _meta(dtype, *shape), Norm(weight, 1e-6))
+        yield "rms_norm", f"{shape[1]} added", added
     for label, dim, half, interleaved in (("d128", 128, 64, False), ("d96 partial interleaved", 96, 16, True)):
         angles = _meta(torch.float32, 1, half)
         yield "rope", label, partial(rope, _meta(dtype, 1, 12, dim), angles, angles, interleaved)

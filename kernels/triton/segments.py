@@ -71,8 +71,15 @@ def attn_in(
     norms = None if weights.q_norm is None or k_norm is None else (weights.q_norm, k_norm)
     gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
     arguments = (qkv, sizes, (cos, sin), None if reads_only else (pages, slot_mapping), norms)
-    own = weights.interleaved, weights.late_norms, gate, weights.value_scale, weights.v_norm, weights.k_is_v
-    return qk_norm_rope_kv(*arguments, *own)
+    return qk_norm_rope_kv(
+        *arguments,
+        weights.interleaved,
+        weights.late_norms,
+        gate,
+        weights.value_scale,
+        v_norm=weights.v_norm,
+        k_is_v=weights.k_is_v,
+    )
 
 
 def attention(
