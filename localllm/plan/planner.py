@@ -199,6 +199,7 @@ class Planner:
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
         if not facts.causal:  # an encoder computes a whole text in one step
             budgets = (options.ctx if isinstance(options.ctx, int) else facts.max_context,)
+        budgets = tuple(dict.fromkeys(max(one, whole_image_tokens(facts)) for one in budgets))
         adapters = _adapter_bytes(options)
         kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
         dtype = options.dtype
@@ -414,6 +415,11 @@ def _context(memory: Memory, largest: int) -> tuple[int, str]:
     return wanted, f"context {wanted:,}: the model's maximum"
 
 
+def whole_image_tokens(facts: ModelFacts) -> int:
+    """Tokens of the largest image whose tokens see each other, so that one step must compute them; 0 without."""
+    return facts.vision.tokens if facts.vision is not None and facts.vision.bidirectional else 0
+
+
 def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Iterator[str]:
     yield from memory.where.reasons
     if memory.quant:
@@ -432,6 +438,9 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this GPU has no bfloat16"
     yield f"KV {kv}: {why}"
+    asked = memory.options.prefill_budget
+    if asked and asked < memory.rows and memory.facts.causal:
+        yield f"{memory.rows:,} prompt tokens per step, not {asked:,}: an image is computed in one step"
     yield from _speculation_reasons(memory)
 
 

@@ -18,11 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from localllm.cli.commands.show import _images
+from localllm.config import EngineOptions
+from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile
 from localllm.llm.pictures import read_image
 from localllm.models.architectures import open_model
 from localllm.models.architectures.vision import PatchFacts, PooledFacts
 from localllm.models.loader import LoadOptions, load_model
+from localllm.plan.planner import Planner
 from localllm.request import PromptImage, Request, SamplingParams
 
 from .conftest import GEMMA4_ROPE
@@ -213,6 +216,17 @@ def test_an_image_has_no_fewer_tokens_than_stated(published: PooledFacts) -> Non
         counts = [facts.num_tokens(*facts.fitted(int(width), int(height))) for width, height in sides]
         assert facts.least_tokens <= min(counts) and max(counts) <= tokens
         assert min(counts) <= facts.least_tokens + tokens // 40 + 1, "the bound is near"
+
+
+def test_the_plan_has_room_for_a_whole_image(pictured: Any, tmp_path: Path) -> None:
+    """An image whose tokens see each other is computed in one step, whatever the budget; its pages are planned."""
+    asked = EngineOptions(prefill_budget=4)
+    with open_model(saved(pictured("12b"), tmp_path)) as checkpoint:
+        made = Planner(MACHINES["cpu"], asked).plan(checkpoint.facts)
+    assert made.prefill_budget == 11
+    assert "11 prompt tokens per step, not 4: an image is computed in one step" in made.reasons
+    with open_model(saved(pictured("e2b"), tmp_path / "e2b")) as checkpoint:  # here they do not
+        assert Planner(MACHINES["cpu"], asked).plan(checkpoint.facts).prefill_budget == 4
 
 
 def test_the_processor_decides_how_many_tokens(pictured: Any, tmp_path: Path) -> None:
