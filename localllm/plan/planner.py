@@ -35,6 +35,7 @@ USEFUL_CTX = 4096  # if unquantized weights leave room for less context than thi
 SPLIT_CTX = 16384  # context to aim for when experts move to host memory: moving a few more of them costs little
 # On a GPU the KV cache stays in 16 bits if it then holds this many tokens or the model's maximum; else it takes 8 bits.
 FULL_CTX = 32768
+PAGE_SIZES = (16, 32, 64, 128)  # tokens; attention reads tiles of 128 keys
 PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step: the first value that leaves room
 # KV format -> its loss of quality against float32
 KV_COST = {
@@ -365,6 +366,9 @@ def _check(facts: ModelFacts, options: EngineOptions) -> None:
         )
     if options.prefill_budget is not None and options.prefill_budget < 1:
         raise ConfigError(f"prefill_budget must be at least 1, not {options.prefill_budget}", "leave it out")
+    if options.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ConfigError(f"page_size must be one of {sizes} tokens, not {options.page_size}", "leave it out")
     if isinstance(options.ctx, int) and options.ctx > facts.max_context:
         raise ConfigError(
             f"ctx {options.ctx:,} exceeds the model's maximum context of {facts.max_context:,} tokens",

@@ -369,6 +369,7 @@ def test_what_becomes_larger_while_loading_is_planned_for() -> None:
         ({"device": "cuda:x"}, "cuda:x"),
         ({"max_parallel": 0}, "must be a whole number from 1"),
         ({"prefill_budget": 0}, "at least 1"),
+        *(({"page_size": size}, f"must be one of 16, 32, 64, 128 tokens, not {size}") for size in (0, 8, 24, 256)),
     ],
 )
 def test_wishes_that_cannot_be(options: dict, words: str) -> None:
