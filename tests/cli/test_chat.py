@@ -46,6 +46,8 @@ def test_piped_input_goes_on_with_a_chat(invoke: Invoke, empty_home: Path) -> No
     shown = json.loads(invoke("logs", "show", "last", "--json").stdout)["chat"]
     assert [message["content"] for message in shown["messages"]] == ["one", "one", "two", "two"]
     assert invoke("chat", "--resume", "nosuch", stdin="x").exit_code == 3
+    both = invoke("chat", "-c", "--resume", chat[:6], stdin="x")
+    assert both.exit_code == 2 and "-c continues the last chat and --resume the one you name" in both.stderr
 
 
 def test_piped_input_follows_preset_and_think(invoke: Invoke, empty_home: Path) -> None:

@@ -101,7 +101,7 @@ class Questions:
     def _gone(self) -> None:
         again = Choice("r", "load the model again", self._load)
         choices = [again, Choice("m", "choose another model", self._models), self._leave]
-        self._offer("The server is gone; its partial answer is kept", choices)
+        self._offer("The server is gone; what was written so far is kept", choices)
 
     def _stopped(self, failed: Failed) -> None:
         screen, frame = self._screen, self._screen.frame
@@ -122,7 +122,7 @@ class Questions:
             Choice("p", f"copy a report{f'; the log is {log}' if log else ''}", copy_report),
             self._leave,
         ]
-        self._offer("The engine stopped; its partial answer is kept", choices)
+        self._offer("The engine stopped; what was written so far is kept", choices)
 
     async def _restart(self) -> None:
         self._screen.frame.wants_restart = True  # a device error can persist until the process ends

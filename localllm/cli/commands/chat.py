@@ -91,6 +91,8 @@ def chat(
         return _list_keys(env, config)
     if web and (other := [flag for flag, given in (("--plain", plain), ("--inline", inline)) if given]):
         raise ConfigError(f"--web opens a chat in a browser, {other[0]} in a terminal", "drop one of them")
+    if resume and resume_last:
+        raise ConfigError("-c continues the last chat and --resume the one you name", "drop one of them")
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()))
     typed = in_tab() or is_tty(sys.stdin)
