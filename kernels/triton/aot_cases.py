@@ -42,7 +42,7 @@ from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY, IMPLS
 from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
 from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
-from .recurrent import Raw, causal_conv, delta_rule, gated_groups, gated_norm, run, state_space
+from .recurrent import Raw, causal_conv, delta_rule, gated_conv, gated_groups, gated_norm, run, state_space
 from .rms_norm import add_normed, normed, rms_norm
 from .sampling import sample
 from .token_index import choose_blocks, index_pool, index_scores, index_write
@@ -499,6 +499,8 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             weight, state = _meta(torch.float32, channels, width), _meta(torch.float32, 1, channels, width - 1)
             of_conv = (_meta(dtype, tokens, channels), weight, None, state, slots, bounds, silu)
             yield "causal_conv", f"{channels} x {width} {name}", partial(causal_conv, *of_conv)
+            of_rows = (_meta(dtype, tokens, 3 * channels), weight, None, state, slots, bounds)
+            yield "short_conv", f"{channels} x {width} {name}", partial(gated_conv, *of_rows)
         y, z = _meta(torch.float32, tokens, 48, 128), _meta(dtype, tokens, 48 * 128)
         norm = Norm(_meta(torch.float32, 128), 1e-6)
         yield "gated_delta", f"gates {name}", partial(gated_norm, y, z, norm, is_sigmoid=tokens > 1)

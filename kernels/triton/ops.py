@@ -182,6 +182,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "attn_out": _impl("attn_out", "segments"),
     "gated_delta": _recurrence("gated_delta", "segments"),
     "mamba": _recurrence("mamba", "segments"),
+    "short_conv": _impl("short_conv", "segments"),
     "mlp": _impl("mlp", "segments"),
     "experts": _impl("experts", "experts"),
     "hyper_in": _impl("hyper_in", "hyper"),

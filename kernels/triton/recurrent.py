@@ -39,13 +39,25 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(tl.where(x < -88.0, 88.0, -x)))
 
 
+@triton.jit
+def _conv_input(at, ok, NUM: tl.constexpr, GATED: tl.constexpr):
+    """Inputs of the convolution in float32. GATED: gates, times the values 2 NUM elements further, rounded."""
+    x = tl.load(at, mask=ok, other=0.0)
+    if GATED:
+        x = (x.to(tl.float32) * tl.load(at + 2 * NUM, mask=ok, other=0.0).to(tl.float32)).to(x.dtype)
+    return x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _convolve(
     x, weight, bias, state, slots, cu_query_lens, out, x_stride, slot_stride, num_seqs,
     NUM: tl.constexpr, WIDTH: tl.constexpr, PAST: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Convolve TOKENS tokens of one sequence, BLOCK of NUM channels; its first tile also updates the state."""
+    """Convolve TOKENS tokens of one sequence, BLOCK of NUM channels; its first tile also updates the state.
+
+    GATED   a row has NUM gates of the inputs, NUM gates of the results, and NUM values
+    """
     wait_for_previous(PDL)
     tile = tl.program_id(1)
     seq = tile if TOKENS == 1 else sequence_of(tile, cu_query_lens, num_seqs, TOKENS, STEPS)
@@ -63,7 +75,7 @@ def _convolve(
         before = t - first + (j - WIDTH + 1)  # offset from this step's first token; negative: from the slot's state
         ok = (t < end)[:, None] & there[None, :]
         at = x + (first + before).to(tl.int64)[:, None] * x_stride + c[None, :]
-        new = tl.load(at, mask=ok & (before >= 0)[:, None], other=0.0).to(tl.float32)
+        new = _conv_input(at, ok & (before >= 0)[:, None], NUM, GATED)
         old = tl.load(kept[None, :] + (before + (WIDTH - 1))[:, None], mask=ok & (before < 0)[:, None], other=0.0)
         tap = tl.load(weight + c * WIDTH + j, mask=there, other=0.0)
         acc += tl.where((before >= 0)[:, None], new, old) * tap[None, :]
@@ -71,14 +83,17 @@ def _convolve(
         acc += tl.load(bias + c, mask=there, other=0.0)[None, :]
     if SILU:
         acc *= _sigmoid(acc)
+    ok = (t < end)[:, None] & there[None, :]
+    if GATED:
+        acc *= tl.load(x + t.to(tl.int64)[:, None] * x_stride + NUM + c[None, :], mask=ok, other=0.0).to(tl.float32)
     at = out + t.to(tl.int64)[:, None] * NUM + c[None, :]
-    tl.store(at, acc, mask=(t < end)[:, None] & there[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=ok)
     if start == first:
         i = tl.arange(0, PAST)[None, :]
         back = end - first - (WIDTH - 1) + i
         inside = there[:, None] & (i < WIDTH - 1)
         last = x + (first + back).to(tl.int64) * x_stride + c[:, None]
-        newest = tl.load(last, mask=inside & (back >= 0), other=0.0).to(tl.float32)
+        newest = _conv_input(last, inside & (back >= 0), NUM, GATED)
         oldest = tl.load(kept[:, None] + (back + (WIDTH - 1)), mask=inside & (back < 0), other=0.0)
         tl.debug_barrier()  # all threads have read the state before it is overwritten
         tl.store(kept[:, None] + i, tl.where(back >= 0, newest, oldest), mask=inside)
@@ -94,10 +109,33 @@ def causal_conv(
     silu: bool = False,
 ) -> Tensor:
     """`recurrent.causal_conv`; tokens of x may be strided, each slot's state must be contiguous."""
-    (num_tokens, channels), num_seqs, width = x.shape, slots.shape[0], weight.shape[1]
-    _require_whole(state)
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((num_tokens, channels), dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return _convolved(x, out, (weight, bias, state, slots, cu_query_lens), silu=silu)
+
+
+def gated_conv(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+) -> Tensor:
+    """c · conv(b · h) of `mixers.short_conv`, with b, c, h side by side: [num_tokens, channels], dtype of rows.
+
+    rows   [num_tokens, 3 channels], contiguous; the others as in `causal_conv`
+    """
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=rows.dtype, device=rows.device)
+    return _convolved(rows.contiguous(), out, (weight, bias, state, slots, cu_query_lens), gated=True)
+
+
+def _convolved(
+    x: Tensor,
+    out: Tensor,
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    *,
+    silu: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    weight, bias, state, slots, cu_query_lens = given
+    (num_tokens, channels), num_seqs, width = out.shape, slots.shape[0], weight.shape[1]
+    _require_whole(state)
     single = num_tokens == num_seqs
     # no tile but a sequence's first may reach back to the state, which that one replaces
     tokens, block = (1, 2 * CHANNELS) if single else (max(TOKENS, power_of_2(width - 1)), CHANNELS)
@@ -117,6 +155,7 @@ def causal_conv(
         STEPS=0 if single else 8 if num_seqs < 256 else 20,
         HAS_BIAS=bias is not None,
         SILU=silu,
+        GATED=gated,
         num_warps=2 if single else 8,
         fuses=False,
     )

@@ -18,12 +18,14 @@ from torch import Tensor
 from ..kv_pages import KVPages
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_CONV,
     FUSED_DELTA,
     FUSED_HEAD,
     FUSED_HYPER,
     FUSED_MAMBA,
     FUSED_MLP,
     AttentionWeights,
+    ConvWeights,
     DeltaWeights,
     HeadWeights,
     Linear,
@@ -37,7 +39,7 @@ from ..state_slots import StateSlots
 from .activation import times_gates
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
-from .recurrent import Raw, causal_conv, gated_groups, gated_norm
+from .recurrent import Raw, causal_conv, gated_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
 from .rms_norm import add_normed, normed
 
@@ -191,6 +193,24 @@ def mamba(
     raw = Raw(weights.dt_bias, weights.decay, steps=limits)
     y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
     return onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, weights.out_norm, weights.gain, groups))
+
+
+def short_conv(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: ConvWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> Tensor:
+    """`mixers.short_conv` in three launches for a single row: product, gated convolution, output."""
+    if not has_only(weights, FUSED_CONV) or not x.is_contiguous():
+        return composed(x, weights, kept, slots, cu_query_lens)
+    (rows,) = of_normed(x, weights.norm, weights.inputs)
+    gated = gated_conv(rows, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
+    if weights.post_norm is not None:
+        return add_normed(x, weights.out(gated), weights.post_norm)
+    return onto(x, weights.out, gated)
 
 
 def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:

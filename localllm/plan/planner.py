@@ -442,9 +442,9 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this GPU has no bfloat16"
     yield f"KV {kv}: {why}"
-    asked = memory.options.prefill_budget
-    if asked and asked < memory.rows and memory.facts.causal:
-        yield f"{memory.rows:,} prompt tokens per step, not {asked:,}: an image is computed in one step"
+    budget = memory.options.prefill_budget
+    if budget and budget < memory.rows and memory.facts.causal:
+        yield f"{memory.rows:,} prompt tokens per step, not {budget:,}: an image is computed in one step"
     yield from _speculation_reasons(memory)
 
 

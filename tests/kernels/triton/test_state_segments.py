@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import Weight
-from localllm.kernels.layer_weights import DeltaWeights, Linear, LinearPart, MambaWeights, Norm
-from localllm.kernels.segments import REFERENCES
+from localllm.kernels.layer_weights import ConvWeights, DeltaWeights, Linear, LinearPart, MambaWeights, Norm
+from localllm.kernels.segments import REFERENCES, STATEFUL
 from localllm.kernels.state_slots import StateSlots
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import segments
@@ -61,6 +61,18 @@ def delta(
     )
 
 
+def short(device: torch.device, width: int = 3, normed: bool = False) -> ConvWeights:
+    channels, norm = 40, Norm(torch.linspace(0.5, 1.5, HIDDEN, device=device), 1e-6)
+    return ConvWeights(
+        norm=norm,
+        inputs=products((3 * channels,), HIDDEN, device, 1),
+        out=products((HIDDEN,), channels, device, 3),
+        conv=normal(channels, width).to(device),
+        bias=normal(channels, seed=5).to(device) if normed else None,
+        post_norm=norm if normed else None,
+    )
+
+
 def mamba(groups: int, device: torch.device, steps: tuple[float, float] | None = None) -> MambaWeights:
     heads, dim, size = 6, 10, 12
     inner, channels = heads * dim, heads * dim + 2 * groups * size
@@ -92,11 +104,16 @@ KINDS: dict[str, Callable[[torch.device], Any]] = {
     "hyper": lambda device: replace(delta(2, 4, 10, 6, device), norm=None, hyper=object(), ngrams=object()),
     "mamba": lambda device: mamba(2, device),
     "limited mamba": lambda device: mamba(3, device, (0.3, 0.9)),
+    "conv": lambda device: short(device),
+    "normed conv": lambda device: short(device, 4, True),
     "half-limited mamba": lambda device: mamba(1, device, (0.3, float("inf"))),
 }
 
 
 def slots_of(weights: Any, device: torch.device) -> StateSlots:
+    if isinstance(weights, ConvWeights):
+        channels, width = weights.conv.shape
+        return StateSlots(normal(SLOTS, channels, width - 1, seed=7).to(device), None)
     if isinstance(weights, DeltaWeights):
         shape = weights.num_v_heads, weights.v_dim, weights.k_dim
     else:
@@ -114,6 +131,8 @@ CASES = [
     ("hyper", [1]),
     ("doubled", [5]),
     ("mamba", [1, 1]),
+    ("conv", [1]),
+    ("normed conv", [5]),
 ]
 
 
@@ -121,7 +140,8 @@ CASES = [
 @pytest.mark.parametrize(("kind", "lengths"), CASES)
 def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: torch.device) -> None:
     weights = KINDS[kind](device)
-    name = "gated_delta" if isinstance(weights, DeltaWeights) else "mamba"
+    name = STATEFUL[type(weights)]
+    more = {} if name == "short_conv" else {"by_token": by_token}
     x = normal(sum(lengths), HIDDEN, seed=3, scale=1.0).half().to(device)
     slots = torch.tensor([3, 0, 4][: len(lengths)], device=device)
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
@@ -130,7 +150,7 @@ def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: t
         raise AssertionError("the composed segment was called")
 
     found, wanted, before = (slots_of(weights, device) for _ in range(3))
-    y = getattr(segments, name)(composed, x.clone(), weights, found, slots, starts, by_token=by_token)
+    y = getattr(segments, name)(composed, x.clone(), weights, found, slots, starts, **more)
     expected = REFERENCES[name](x.clone(), weights, wanted, slots, starts)
     assert y.dtype is torch.float16
     torch.testing.assert_close(y.float(), expected.float(), rtol=1e-2, atol=1e-2)
@@ -139,9 +159,8 @@ def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: t
         assert torch.equal(ours[[1, 2]], old[[1, 2]]) and not torch.equal(ours[3], old[3])
 
 
-def vars_of(kept: StateSlots) -> tuple[Tensor, Tensor]:
-    assert kept.state is not None
-    return kept.conv, kept.state
+def vars_of(kept: StateSlots) -> tuple[Tensor, ...]:
+    return (kept.conv,) if kept.state is None else (kept.conv, kept.state)
 
 
 @pytest.mark.parametrize("lengths", [[1], pytest.param([2], marks=pytest.mark.slow)])
