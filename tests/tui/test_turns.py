@@ -419,7 +419,7 @@ async def test_a_resumed_chat_says_when_another_model_continues_it(used: str, na
     talk = Conversation()
     answer = talk.ask("one")
     talk.model, answer.text, answer.stop = used, "eins", "stop"
-    async with chat(model=Path(name).name, name=name, talk=talk) as running:
+    async with chat(model=name, name=name, talk=talk) as running:
         await running.ready()
         assert (f"this chat used {used} and now continues with fake" in said(running)) == told
         assert running.backend.started[0][0] == running.screen.session.model  # by this name it can be loaded again
