@@ -377,7 +377,7 @@ async def test_another_model_during_an_answer_stops_it_and_takes_what_is_queued(
         await running.until(lambda: running.answers and running.answers[0].exchange.text)
         await running.send("queued")
         await running.until(lambda: running.screen.waiting)
-        running.backend.load_s = 3.0
+        running.backend.load_s = 1.0
         await running.send("/model fake-other")
         await running.until(lambda: len(running.backend.started) == 2)
         await running.until(lambda: "stopped by you · /continue" in stats(running.answers[0]))
