@@ -25,8 +25,8 @@ def said(running: Chat) -> str:
 
 
 def stats(message: AssistantMessage) -> str:
-    """The line below an answer."""
-    return str(message.query_one(".stats").render())  # type: ignore[attr-defined]
+    """The line below an answer; "" until it is mounted."""
+    return "".join(str(line.render()) for line in message.query(".stats"))  # type: ignore[attr-defined]
 
 
 async def finish(running: Chat) -> None:
