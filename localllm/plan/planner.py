@@ -200,7 +200,7 @@ class Planner:
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
         if not facts.causal:  # an encoder computes a whole text in one step
             budgets = (options.ctx if isinstance(options.ctx, int) else facts.max_context,)
-        budgets = tuple(dict.fromkeys(max(one, whole_image_tokens(facts)) for one in budgets))
+        budgets = tuple(dict.fromkeys(max(one, _whole_image_tokens(facts)) for one in budgets))
         adapters = _adapter_bytes(options)
         kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
         dtype = options.dtype
@@ -419,7 +419,7 @@ def _context(memory: Memory, largest: int) -> tuple[int, str]:
     return wanted, f"context {wanted:,}: the model's maximum"
 
 
-def whole_image_tokens(facts: ModelFacts) -> int:
+def _whole_image_tokens(facts: ModelFacts) -> int:
     """Tokens of the largest image whose tokens see each other, so that one step must compute them; 0 without."""
     return facts.vision.tokens if facts.vision is not None and facts.vision.bidirectional else 0
 
