@@ -16,7 +16,7 @@ from .adapters import Additions
 from .host_experts import HostExperts
 from .kv_pages import CompressedPages, KVPages
 from .registry import Impl
-from .state_slots import StateSlots
+from .state_slots import PagesAndSlots, StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ class AttentionWeights:
     streams: StreamWeights | None = None  # if a token has several residual streams
     hyper: HyperWeights | MixedWeights | None = None  # see `HyperWeights`
     index: IndexWeights | None = None  # sparse attention, see `token_index`
+    second: MambaWeights | None = None  # reads the same residual stream; both outputs are added
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -424,8 +425,8 @@ class MambaWeights:
     decay: Tensor  # float32 [num_heads], below 0
     skip: Tensor  # float32 [num_heads]: D, the skip connection of each head
     dt_bias: Tensor  # float32 [num_heads]
-    out_norm: Norm  # over the gated outputs of each group of heads, with unit weight
-    gain: Tensor  # float32 [num_heads * head_dim], weight of `out_norm`
+    out_norm: Norm | None  # over the gated outputs of each group of heads, with unit weight
+    gain: Tensor | None  # float32 [num_heads * head_dim], weight of `out_norm`
     num_heads: int
     head_dim: int
     num_groups: int
@@ -517,7 +518,7 @@ FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
         *("scale", "window", "chunked", "softcap", "interleaved", "sinks", "late_norms"),
-        *("gate", "head_gates", "softplus_gate", "parallel", "value_dim", "value_scale"),
+        *("gate", "head_gates", "softplus_gate", "parallel", "value_dim", "value_scale", "second"),
     )
 )
 FUSED_LATENT = frozenset(
@@ -606,11 +607,11 @@ def nbytes_of(weights: Any) -> int:
 # weights within those of a block that have linear layers of their own
 PARTS = (
     *(InputWeights, StreamWeights, HyperWeights, MixedWeights, NGramWeights, IndexWeights, PooledWeights),
-    *(PoolWeights, EntryIndexWeights),
+    *(PoolWeights, EntryIndexWeights, MambaWeights),
 )
 MixerWeights = AttentionWeights | LatentWeights | CompressedWeights | DeltaWeights | ConvWeights | MambaWeights
 FeedForwardWeights = MlpWeights | ExpertsWeights
-LayerCache = KVPages | CompressedPages | StateSlots | None  # None: layer without a mixer
+LayerCache = KVPages | CompressedPages | StateSlots | PagesAndSlots | None  # None: layer without a mixer
 # a layer's weights, and the index of its view; -1 for recurrent layers and layers without a mixer
 LayerCall = tuple[MixerWeights | None, FeedForwardWeights | None, int]
 # cos, sin, block_table, slot_mapping: shared by the layers of one cache group in a step

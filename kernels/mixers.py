@@ -281,6 +281,8 @@ def mamba(
 ) -> Tensor:
     """x + out(norm(y · silu(z))), y = Mamba-2 state space of norm(x): [num_tokens, hidden], in place.
 
+    Some models have no second norm.
+
     kept, slots   as in `gated_delta`
     """
     heads, dim, groups, size = weights.num_heads, weights.head_dim, weights.num_groups, weights.state_size
@@ -294,6 +296,7 @@ def mamba(
     values, b, c = values.unflatten(-1, (heads, dim)), b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size))
     y = state_space(values, b, c, steps, weights.decay, kept.state, slots, cu_query_lens)
     y += values * weights.skip.unsqueeze(-1)
-    gated = silu_mul(torch.cat([z.float(), y.flatten(1)], -1)).unflatten(-1, (groups, -1))
-    normed = norm_rows(rms_norm, gated, weights.out_norm).flatten(1) * weights.gain
-    return x.add_(product(weights.out, normed.to(x.dtype), weights.join))
+    gated = silu_mul(torch.cat([z.float(), y.flatten(1)], -1))
+    if weights.gain is not None:
+        gated = norm_rows(rms_norm, gated.unflatten(-1, (groups, -1)), weights.out_norm).flatten(1) * weights.gain
+    return x.add_(product(weights.out, gated.to(x.dtype), weights.join))

@@ -282,12 +282,15 @@ def decoder(
                 streams, x, added = streams_in(x, weights)
             where = block_table, cu_query_lens, seq_lens
             chosen = None
+            pages, kept = of_layer if weights.second is not None else (of_layer, None)
             if weights.index is not None:
-                chosen = token_index(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
-            q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
+                chosen = token_index(x, weights, pages, views[view], cu_query_lens, seq_lens)
+            q = attn_in(x, weights, cos, sin, pages, slot_mapping)
+            if weights.second is not None:
+                x = mamba(x, weights.second, kept, slots, starts)
             if rows is not None and rows.shape[0] == 0:
                 return x[:0]
-            attended = sparse_attention(attention, q, weights, of_layer, *where, chosen)
+            attended = sparse_attention(attention, q, weights, pages, *where, chosen)
             if rows is not None:
                 attended, x = attended[rows], x[rows]
                 if streams is not None:

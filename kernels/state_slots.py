@@ -1,10 +1,12 @@
-"""`StateSlots`: the per-sequence state of a recurrent layer."""
+"""`StateSlots`: the per-sequence state of a recurrent layer; `PagesAndSlots`: with pages of an attention beside it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from .kv_pages import KVPages
 
 
 class StateSlots(NamedTuple):
@@ -18,3 +20,10 @@ class StateSlots(NamedTuple):
     conv: Tensor
     state: Tensor | None
     ngrams: StateSlots | None = None
+
+
+class PagesAndSlots(NamedTuple):
+    """What a layer keeps that has attention and a recurrent mixer."""
+
+    pages: KVPages
+    slots: StateSlots

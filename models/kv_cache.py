@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, CompressedPages, KVPages
 from localllm.kernels.layer_weights import LayerCache
-from localllm.kernels.state_slots import StateSlots
+from localllm.kernels.state_slots import PagesAndSlots, StateSlots
 
 from .architectures.facts import ModelFacts, state_layers
 from .architectures.layers import NGrams
@@ -165,6 +165,7 @@ class KVCache:
             layers |= {layer: self._pages(shapes, group.scales.get(layer), group.beside) for layer in group.layers}
             layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
+        second: dict[int, StateSlots] = {}  # of layers that have pages, too
         self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: one copy moves a slot of all layers
         for state in states:
             parts = [shape for shape in (state.conv_shape, state.state_shape) if shape]
@@ -172,7 +173,10 @@ class KVCache:
             for at, layer in enumerate(state.layers):
                 conv, *rest = (part[:, at] for part in kept)
                 own, before = StateSlots(conv, rest[0] if rest else None), layers.get(layer)
-                layers[layer] = before._replace(ngrams=own) if isinstance(before, StateSlots) else own
+                if isinstance(before, KVPages):
+                    second[layer] = own
+                else:
+                    layers[layer] = own if before is None else before._replace(ngrams=own)
             self.states += kept
         count = max(num_layers, 1 + max(layers, default=-1))
         self._all = tuple(layers.get(layer) for layer in range(count))
@@ -180,8 +184,12 @@ class KVCache:
         stored = dict(zip(entries, self._all[first : count - num_drafting], strict=True))
         # the cache that each layer reads, in order
         self.layers: tuple[LayerCache, ...] = tuple(
-            CompressedPages(kept, other)
-            if isinstance(other := stored.get(layer), KVPages) and isinstance(kept, KVPages)
+            kept
+            if not isinstance(kept, KVPages)
+            else PagesAndSlots(kept, second[layer])
+            if layer in second
+            else CompressedPages(kept, other)
+            if isinstance(other := stored.get(layer), KVPages)
             else kept
             for layer, kept in enumerate(self._all[: num_layers or count])
         )

@@ -370,6 +370,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         streams=layer.streams(),
         hyper=layer.hyper("attn"),
         index=layer.token_index(facts.index, facts.rope),
+        second=None if layer.facts.second is None else _mamba(layer, layer.facts.second),
     )
 
 
@@ -591,8 +592,8 @@ def _mamba(layer: LayerReader, facts: Mamba2) -> MambaWeights:
         decay=-decay.exp() if facts.log_decay else decay,
         skip=layer.vector("mamba.D"),
         dt_bias=layer.vector("mamba.dt_bias"),
-        out_norm=Norm(ones, facts.eps),
-        gain=layer.vector("mamba.norm.weight").flatten(),
+        out_norm=Norm(ones, facts.eps) if facts.normed else None,
+        gain=layer.vector("mamba.norm.weight").flatten() if facts.normed else None,
         num_heads=facts.num_heads,
         head_dim=facts.head_dim,
         num_groups=facts.num_groups,

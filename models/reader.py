@@ -20,7 +20,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.records import capability_of
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.quant import dequantize, fuse, load_weight, read_dense, reordered
+from localllm.quant import dequantize, fuse, load_weight, multiplied, read_dense, reordered
 from localllm.quant.cut import columns_of, rows_of
 from localllm.quant.encode import Target, encode
 
@@ -80,6 +80,11 @@ class Reader:
         self.done = 0
         self._counted: set[str] = set()  # modules and single tensors already included in `done`
         self._scratch = torch.empty(0, dtype=torch.uint8)  # holds a weight's codes until they are repacked
+        self._factors = {  # module -> runs of rows that are multiplied: see `LayerFacts`
+            f"model.layers.{index}.{module}": runs
+            for index, layer in enumerate(shard.facts.layers)
+            for module, runs in layer.factors
+        }
         self._joins: dict[str, Join] = {}  # of modules split by rows because their columns cannot be split
 
     @property
@@ -258,6 +263,8 @@ class Reader:
         stored_as = self.checkpoint.names.source(cut.module or name if cut is not None else name)
         whole = shape if cut is None else (cut.shape[0], cut.shape[1])
         stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], whole)
+        if name in self._factors:
+            stored = self._multiplied(stored_as, stored, self._factors[name])
         if cut is not None:
             stored = self.encoded(name, stored) if encodes else stored  # before the split: same values as on one rank
             stored = self._part(name, stored, cut)
@@ -316,6 +323,17 @@ class Reader:
         if found is None:
             raise UnsupportedFormat(
                 f"{self.checkpoint.path.name}: {stored_as}: rows stored as {weight.form} cannot be reordered",
+                "choose another format of the same model (localllm ls, localllm pull)",
+            )
+        return found
+
+    def _multiplied(self, stored_as: str, weight: Weight, runs: Sequence[tuple[int, float]]) -> Weight:
+        factors = torch.cat([torch.full((rows,), factor) for rows, factor in runs])
+        found = multiplied(weight, factors)
+        if found is None:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path.name}: {stored_as}: rows stored as {weight.form} cannot be multiplied by the"
+                " model's multipliers",
                 "choose another format of the same model (localllm ls, localllm pull)",
             )
         return found

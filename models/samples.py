@@ -43,7 +43,7 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
 def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The distinct (op, sizes) of the ops that only some layers have, for `ModelShapes.states`."""
     found: list[tuple[str, tuple[int, ...]]] = []
-    for mixer in (layer.mixer for layer in facts.layers):
+    for mixer in (mixer for layer in facts.layers for mixer in layer.mixers):
         if isinstance(mixer, Stateful):
             found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
         if isinstance(mixer, Paged) and mixer.index is not None:

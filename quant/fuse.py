@@ -61,6 +61,31 @@ def reordered(weight: Weight, order: Tensor) -> Weight | None:
     return weight._replace(**rows)
 
 
+def multiplied(weight: Weight, factors: Tensor) -> Weight | None:
+    """The weight with row n multiplied by `factors[n]`; None if rows with different factors share scales, or if scales
+    are powers of two. Dense values are rounded to their type again.
+
+    factors   float32 [N]
+    """
+    each = factors.unsqueeze(-1)
+    if weight.form == "dense":
+        return weight._replace(qweight=(weight.qweight * each).to(weight.qweight.dtype))
+    if weight.form == "fp4g16" and weight.global_scale is not None:
+        return weight._replace(global_scale=weight.global_scale * factors)
+    scales, mins = weight.scales, weight.mins
+    is_one = bool((factors == factors[0]).all())
+    if weight.form not in ("int4g", "int8", "fp8") or scales is None:
+        return None
+    if weight.form == "fp8" and scales.shape != (len(factors), 1) and not is_one:
+        if scales.numel() > 1:
+            return None
+        scales = scales.expand(len(factors), 1)
+    each = factors[0] if is_one else each
+    return weight._replace(
+        scales=(scales * each).to(scales.dtype), mins=None if mins is None else (mins * each).to(mins.dtype)
+    )
+
+
 def _kind(weight: Weight) -> tuple[object, ...]:
     """The properties that must match to fuse two weights."""
     return weight.form, weight.shape[1], weight.group_size, weight.block_type, weight.qweight.dtype

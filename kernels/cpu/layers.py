@@ -163,9 +163,10 @@ def mamba_layer(w: MambaWeights) -> Layer | None:
         return None
     shortest, longest = w.steps or (0.0, math.inf)
     sizes = w.norm.weight.shape[0], w.num_heads, w.head_dim, w.num_groups, w.state_size
-    vectors = (_vector(vector, kept) for vector in (w.decay, w.skip, w.dt_bias, w.gain))
-    numbers = w.out_norm.eps, shortest, longest
-    return Layer(CMambaLayer(*sizes, *numbers, _norm(w.norm, kept), inputs, out, conv, *vectors), kept)
+    vectors = [_vector(vector, kept) for vector in (w.decay, w.skip, w.dt_bias)]
+    gain, eps = (None, 0.0) if w.gain is None or w.out_norm is None else (_vector(w.gain, kept), w.out_norm.eps)
+    numbers = eps, shortest, longest
+    return Layer(CMambaLayer(*sizes, *numbers, _norm(w.norm, kept), inputs, out, conv, *vectors, gain), kept)
 
 
 def compressed_layer(w: CompressedWeights) -> Layer | None:

@@ -19,7 +19,7 @@ typedef struct {
     ll_linear_op inputs, out;
     ll_conv conv;
     const float *decay, *skip, *dt_bias; /* [heads] */
-    const float *gain;                   /* [heads * dim] */
+    const float *gain;                   /* [heads * dim]; NULL: no norm over groups */
 } ll_mamba_layer;
 
 typedef struct {
@@ -158,8 +158,8 @@ static int states_locked(state_segment *job, const ll_norm *norm, const ll_norm 
         if (job->mamba) {
             run_convolution(mamba_convolve, job);
             pool_run(mamba_heads, job, job->sequences->num_seqs * job->mamba->heads);
-            if (job->m < 8) mamba_norms(job, 0, job->m, 0);
-            else pool_run(mamba_norms, job, job->m);
+            if (job->mamba->gain && job->m < 8) mamba_norms(job, 0, job->m, 0);
+            else if (job->mamba->gain) pool_run(mamba_norms, job, job->m);
         } else {
             run_convolution(gated_convolve, job);
         }
@@ -194,7 +194,7 @@ int64_t ll_short_conv(const ll_conv_layer *l, const ll_state_slots *kept, const 
     return failed;
 }
 
-/* x [tokens][hidden] += out(norm(y silu(z))), y = Mamba-2 state space of norm(x) */
+/* x [tokens][hidden] += out(norm(y silu(z))), y = Mamba-2 state space of norm(x); the norm is optional */
 int64_t ll_mamba(const ll_mamba_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
 {
     pthread_mutex_lock(&pool.lock);

@@ -206,7 +206,7 @@ typedef struct {
     const ll_attention_layer *attention;
     const ll_delta_layer *delta; /* at most one of these, instead of attention */
     const ll_conv_layer *conv;
-    const ll_mamba_layer *mamba;
+    const ll_mamba_layer *mamba; /* or besides attention: both read x, and both outputs are added */
     const ll_mlp_layer *mlp;
     const ll_experts_layer *experts; /* instead of mlp, or NULL */
     const float *sinks;   /* [num_heads], or NULL */
@@ -279,8 +279,9 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
                                     p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, l->gated ? 1 + !!l->softplus : 0};
-    hint_next(l->parallel ? next : &l->out, rows);
+    hint_next(d->mamba ? &d->mamba->inputs : l->parallel ? next : &l->out, rows);
     if (attn_in_locked(l, x, &step, q)) return -1;
+    if (d->mamba && mamba_locked(d->mamba, &d->kept, &p->sequences, &l->out, p->num_tokens, x)) return -1;
     if (!rows) return 0;
     if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + !!l->gated), l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;

@@ -43,7 +43,7 @@ from ..layer_weights import (
     has_only,
     linears_of,
 )
-from ..state_slots import StateSlots
+from ..state_slots import PagesAndSlots, StateSlots
 from .adapters import CpuAdditions
 from .build import lib
 from .interface import (
@@ -467,10 +467,10 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     for struct, (mixer, ffn, view), of_layer in zip(structs, layers, pages, strict=True):
         if any(getattr(mixer, name, None) is not None for name in FUSED_HYPER):  # such layers run one by one
             return None
-        first, second = _fill_mixer(struct, mixer, of_layer), _fill_ffn(struct, ffn)
-        if first is None or second is None:
+        mixers, feed = _fill_mixer(struct, mixer, of_layer), _fill_ffn(struct, ffn)
+        if not mixers or feed is None:
             return None
-        parts += (first, second)
+        parts += (*mixers, feed)
         struct.view = view
     made = _Decoder(layers, pages, structs, parts)
     if isinstance(layers, tuple) and isinstance(pages, tuple):
@@ -478,24 +478,29 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     return made
 
 
-def _fill_mixer(struct: CDecoderLayer, weights: MixerWeights | None, of_layer: LayerCache) -> Layer | None:
+def _fill_mixer(struct: CDecoderLayer, weights: MixerWeights | None, of_layer: LayerCache) -> tuple[Layer, ...]:
+    """Describe the mixer, or both, and what they keep; () if C does not support it."""
     if isinstance(weights, DeltaWeights | ConvWeights | MambaWeights) and isinstance(of_layer, StateSlots):
         (name, layer), places = _states_layer(weights), slot_fields(of_layer)
         if layer is None or places is None:
-            return None
+            return ()
         setattr(struct, name, layer.address)
         struct.kept = CStateSlots(*places)
-        return layer
-    if not isinstance(weights, AttentionWeights) or not isinstance(of_layer, KVPages):
-        return None
+        return (layer,)
+    if not isinstance(weights, AttentionWeights):
+        return ()
+    second: tuple[Layer, ...] = ()
+    if weights.second is not None and isinstance(of_layer, PagesAndSlots):
+        second, of_layer = _fill_mixer(struct, weights.second, of_layer.slots), of_layer.pages
     layer = _layer_of(weights.qkv, weights, attention_layer)
-    if layer is not None:
-        struct.attention = layer.address
-        struct.pages = CKVPages(*kv_fields(of_layer))
-        struct.sinks = 0 if weights.sinks is None else weights.sinks.data_ptr()
-        struct.window = _window(weights.window, weights.chunked)
-        struct.scale, struct.softcap = weights.scale, weights.softcap or 0.0
-    return layer
+    if layer is None or not isinstance(of_layer, KVPages) or bool(second) is (weights.second is None):
+        return ()
+    struct.attention = layer.address
+    struct.pages = CKVPages(*kv_fields(of_layer))
+    struct.sinks = 0 if weights.sinks is None else weights.sinks.data_ptr()
+    struct.window = _window(weights.window, weights.chunked)
+    struct.scale, struct.softcap = weights.scale, weights.softcap or 0.0
+    return layer, *second
 
 
 def _fill_ffn(struct: CDecoderLayer, weights: FeedForwardWeights | None) -> Layer | None:

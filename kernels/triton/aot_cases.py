@@ -504,10 +504,10 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         y, z = _meta(torch.float32, tokens, 48, 128), _meta(dtype, tokens, 48 * 128)
         norm = Norm(_meta(torch.float32, 128), 1e-6)
         yield "gated_delta", f"gates {name}", partial(gated_norm, y, z, norm, is_sigmoid=tokens > 1)
-        for groups in (1, 8):  # Granite 4, Nemotron 3
+        for groups in (1, 8, 0):  # Granite 4, Nemotron 3, Falcon-H1, which has no norm
             y, vector = _meta(torch.float32, tokens, 128, 64), _meta(torch.float32, 128 * 64)
-            z, norm = _meta(dtype, tokens, 128 * 64), Norm(_meta(torch.float32, 128 * 64 // groups), 1e-5)
-            call = partial(gated_groups, y, y, z, vector, norm, vector, groups)
+            z, norm = _meta(dtype, tokens, 128 * 64), Norm(_meta(torch.float32, 128 * 64 // max(groups, 1)), 1e-5)
+            call = partial(gated_groups, y, y, z, vector, (norm, vector) if groups else None, groups)
             yield "mamba", f"gates of {groups} groups, {name}", call
     # single tokens; chunked prompts only on GPUs with tensor cores
     for count, name in ((1, ""), (512, " prompt"))[: 1 + (80 <= card.capability < AMD)]:

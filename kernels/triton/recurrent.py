@@ -528,41 +528,46 @@ def gated_norm(y: Tensor, z: Tensor, norm: Norm, is_sigmoid: bool) -> Tensor:
 def _gate_groups(
     y, x, z, skip, norm, gain, out, eps, num_rows, x_stride, z_stride,
     GROUPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)[None, :]
     ok = (row < num_rows)[:, None] & (d < DIM)
     channel = (row % GROUPS)[:, None] * DIM + d
     token = (row // GROUPS)[:, None]
-    gains = tl.load(norm + d, mask=d < DIM, other=0.0) * tl.load(gain + channel, mask=ok, other=0.0)
+    if NORM:
+        gains = tl.load(norm + d, mask=d < DIM, other=0.0) * tl.load(gain + channel, mask=ok, other=0.0)
     skips = tl.load(skip + channel // HEAD, mask=ok, other=0.0)
     wait_for_previous(PDL)
     wide = tl.load(y + token * (GROUPS * DIM) + channel, mask=ok, other=0.0)
     wide += tl.load(x + token * x_stride + channel, mask=ok, other=0.0).to(tl.float32) * skips
     gates = tl.load(z + token * z_stride + channel, mask=ok, other=0.0).to(tl.float32)
     wide *= gates * _sigmoid(gates)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
-    at = out + token * (GROUPS * DIM) + channel
-    tl.store(at, (wide * scale[:, None] * gains).to(out.dtype.element_ty), mask=ok)
+    if NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
+        wide = wide * scale[:, None] * gains
+    tl.store(out + token * (GROUPS * DIM) + channel, wide.to(out.dtype.element_ty), mask=ok)
 
 
-def gated_groups(y: Tensor, values: Tensor, z: Tensor, skip: Tensor, norm: Norm, gain: Tensor, groups: int) -> Tensor:
+def gated_groups(
+    y: Tensor, values: Tensor, z: Tensor, skip: Tensor, norms: tuple[Norm, Tensor] | None, groups: int
+) -> Tensor:
     """norm((y + skip · values) · silu(z)) · gain, each group normed by itself: [num_tokens, inner], dtype of z.
 
     y        float32 [num_tokens, num_heads, head_dim], contiguous
     values   float [num_tokens, num_heads, head_dim], what the state space was given; tokens may be strided
     z        [num_tokens, inner]; tokens may be strided
     skip     float32 [num_heads]
-    gain     float32 [inner]
+    norms    norm and gain, float32 [inner]; None: neither
     """
     num_tokens, inner = y.shape[0], y.shape[1] * y.shape[2]
+    groups = groups if norms is not None else y.shape[1]
     dim = inner // groups
     padded = power_of_2(dim)
     out = torch.empty((num_tokens, inner), dtype=z.dtype, device=y.device)
     rows, warps = max(1, GATE_TILE // padded), min(max(padded // 256, 2), 16)
-    vectors = (skip, norm.weight, gain)
-    arguments = (y, values, z, *vectors, out, norm.eps, num_tokens * groups, values.stride(0), z.stride(0))
-    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": y.shape[2], "PADDED": padded, "ROWS": rows}
+    weight, gain, eps = (skip, skip, 0.0) if norms is None else (norms[0].weight, norms[1], norms[0].eps)
+    arguments = (y, values, z, skip, weight, gain, out, eps, num_tokens * groups, values.stride(0), z.stride(0))
+    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": y.shape[2], "PADDED": padded, "ROWS": rows, "NORM": norms is not None}
     launch(_gate_groups, (-(-num_tokens * groups // rows),), *arguments, num_warps=warps, **sizes)
     return out

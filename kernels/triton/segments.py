@@ -192,7 +192,8 @@ def mamba(
     limits = (shortest, min(longest, LONGEST)) if weights.steps else (0.0, 0.0)
     raw = Raw(weights.dt_bias, weights.decay, steps=limits)
     y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
-    return onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, weights.out_norm, weights.gain, groups))
+    norms = None if weights.out_norm is None or weights.gain is None else (weights.out_norm, weights.gain)
+    return onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, norms, groups))
 
 
 def short_conv(

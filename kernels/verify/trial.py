@@ -42,7 +42,7 @@ from ..layer_weights import (
 )
 from ..registry import Impl, LinearFacts, OpFacts
 from ..segments import REFERENCES, STATEFUL, KernelTable
-from ..state_slots import StateSlots
+from ..state_slots import PagesAndSlots, StateSlots
 from ..weight import Weight
 from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases, seeded
 
@@ -256,6 +256,7 @@ def layer_kind(mixer: MixerWeights | None, mlp: Any, view: int) -> str:
     if isinstance(mixer, AttentionWeights):
         options = "g" * mixer.gate + "k" * mixer.k_is_v + "r" * mixer.reads_only + f" w{mixer.window}"
         options += "c" * mixer.chunked + "l" * mixer.late_norms + "p" * mixer.parallel + "s" * mixer.softplus_gate
+        options += "" if mixer.second is None else f" beside mamba {_options(mixer.second)}"
     elif isinstance(mixer, LatentWeights):
         options = f" latents {mixer.kept}{' gated' * mixer.gated}"
     elif isinstance(mixer, CompressedWeights):
@@ -362,7 +363,7 @@ class SegmentTrial:
     @cached_property
     def _slots(self) -> Tensor | None:
         """State slots of the sequences, in descending order; no token changes the first and the last slot."""
-        if not any(type(mixer) in STATEFUL for mixer, *_ in self.layers):
+        if not any(type(mixer) in STATEFUL or _second(mixer) is not None for mixer, *_ in self.layers):
             return None
         return torch.arange(len(self.step), 0, -1, device=self.shapes.facts.device)
 
@@ -378,7 +379,8 @@ class SegmentTrial:
         if mixer is None:
             return None
         if isinstance(mixer, AttentionWeights | LatentWeights):
-            return copied(self._filled_pages(mixer))
+            pages, second = copied(self._filled_pages(mixer)), _second(mixer)
+            return pages if second is None else PagesAndSlots(pages, _between(self._filled_states(second)))
         if isinstance(mixer, CompressedWeights):
             return self._filled_entries(mixer)
         return _between(self._filled_states(mixer))
@@ -518,6 +520,10 @@ class SegmentTrial:
         """Arguments of a segment of this layer."""
         (mixer, ffn, view), (x, _, views, cu, lens, _) = layer, self._made
         x = x.clone()
+        if isinstance(cache, PagesAndSlots):
+            if name == "mamba":
+                return x, _second(mixer), cache.slots, *self._with_empty(cu)
+            cache = cache.pages
         if name in FEEDS:
             return x, ffn
         if name in HYPER:
@@ -542,6 +548,11 @@ class SegmentTrial:
         }[name]
 
 
+def _second(mixer: MixerWeights | None) -> MambaWeights | None:
+    """The second mixer of a layer."""
+    return mixer.second if isinstance(mixer, AttentionWeights) else None
+
+
 def _between(states: StateSlots) -> StateSlots:
     """A copy in which, as in the model, a slot of another layer lies between two slots."""
 
@@ -563,7 +574,7 @@ def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str,
     feed: tuple[str, ...] = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
     feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
-        return "attn_in", "attention", "attn_out", *feed
+        return "attn_in", *["mamba"] * (mixer.second is not None), "attention", "attn_out", *feed
     if mixer is None:
         return feed
     if isinstance(mixer, CompressedWeights):
@@ -578,6 +589,7 @@ def _compare_kept(results: Sequence[tuple[list[Tensor], Sequence[LayerCache]]], 
     """
     near, exact = [], []
     for outputs, caches in results:
+        caches = [part for one in caches for part in (one if isinstance(one, PagesAndSlots) else (one,))]
         pages = [part for cache in caches if isinstance(cache, KVPages | CompressedPages) for part in numbers(cache)]
         states = [part for cache in caches if isinstance(cache, StateSlots) for part in _parts(cache)]
         near.append([*outputs, *pages, *(part[1:-1] for part in states)])

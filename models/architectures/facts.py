@@ -203,7 +203,7 @@ class ModelFacts:
     @cached_property
     def work(self) -> tuple[int, int]:
         """Work memory per token in values: the maximum over mixers, and over feed-forward layers."""
-        mixers = (layer.mixer.work(self.hidden_size) for layer, _ in self.kinds if layer.mixer is not None)
+        mixers = (layer.mixing(self.hidden_size) for layer, _ in self.kinds)
         ffns = (layer.ffn.work(self.hidden_size) for layer, _ in self.kinds if layer.ffn is not None)
         return max(mixers, default=0), max(ffns, default=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HIDDEN
@@ -50,7 +51,8 @@ class GraniteHybrid(Architecture):
             rope, context = config.rope()
         attention = config.attention(rope, scale=keys.number("attention_multiplier", 1e-6, 1e3))
         attends = [kind in ATTENTION for kind in config.layer_types(MAMBA + ATTENTION)]
-        mamba = None if all(attends) else _mamba(config)
+        inner = keys.integer("mamba_expand", 1, 64) * config.hidden_size
+        mamba = None if all(attends) else mamba_of_granite(config, inner)
         layers = _layers(config, attends, attention, mamba, _ffn_of_hf(config))
         return config.facts(layers, context, **multiplied(config, HF_SCALES))
 
@@ -72,10 +74,9 @@ class GraniteHybrid(Architecture):
         return {**super().inner_names(checkpoint), **old_router(checkpoint)}
 
 
-def _mamba(config: HfConfig) -> Mamba2:
-    keys = config.keys
-    inner = keys.integer("mamba_expand", 1, 64) * config.hidden_size
-    names, changes = dict(_KEYS), {}
+def mamba_of_granite(config: HfConfig, inner: int, **changes: Any) -> Mamba2:
+    """Read the facts; `inner` is the number of values of all heads."""
+    keys, names = config.keys, dict(_KEYS)
     if keys.raw("mamba_d_head") in (None, "auto"):
         heads = keys.integer("mamba_n_heads", 1, inner)
         if inner % heads:

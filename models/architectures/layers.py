@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .mixers import EXPANDED, TOKEN_ROUTERS, Paged, Stateful
+from .mixers import EXPANDED, TOKEN_ROUTERS, Attention, Mamba2, Paged, Stateful
 from .names import CHOICE_BIAS
 
 
@@ -579,6 +579,9 @@ def _below(name: str) -> str:
     return name.removeprefix("model.")
 
 
+Runs = tuple[tuple[int, float], ...]  # consecutive rows of a module: how many, and their factor
+
+
 @dataclass(frozen=True)
 class LayerFacts:
     """One decoder layer: a token mixer, a feed-forward layer (either may be absent) and the norms around them."""
@@ -593,15 +596,27 @@ class LayerFacts:
     streams: Streams | None = None
     hyper: HyperConnections | MixedConnections | None = None
     ngrams: NGrams | None = None
+    second: Mamba2 | None = None  # reads what the mixer, an `Attention`, reads; the outputs of both are added
+    factors: tuple[tuple[str, Runs], ...] = ()  # modules whose weights are multiplied while loading
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """The layer's existing parts: mixer, feed-forward layer, input, fusion, streams, hyper-connections, n-grams."""
-        found = (self.mixer, self.ffn, self.input, self.fusion, self.streams, self.hyper, self.ngrams)
+        """The layer's existing parts: mixers, feed-forward layer, input, fusion, streams, hyper-connections, n-grams."""
+        found = (self.mixer, self.second, self.ffn, self.input, self.fusion, self.streams, self.hyper, self.ngrams)
         return tuple(block for block in found if block is not None)
 
     @property
     def states(self) -> tuple[Stateful | NGrams, ...]:
         """The parts with a state of constant size."""
-        own = (self.mixer,) if isinstance(self.mixer, Stateful) else ()
+        own = tuple(mixer for mixer in self.mixers if isinstance(mixer, Stateful))
         return own if self.ngrams is None else (*own, self.ngrams)
+
+    @property
+    def mixers(self) -> tuple[Paged | Stateful, ...]:
+        return tuple(mixer for mixer in (self.mixer, self.second) if mixer is not None)
+
+    def mixing(self, hidden: int) -> int:
+        """Values held per token while the mixers run, as `work` of each; queries stay alive while the second one runs."""
+        first, *others = (mixer.work(hidden) for mixer in self.mixers) if self.mixers else (0,)
+        queries = self.mixer.num_heads * self.mixer.head_dim if isinstance(self.mixer, Attention) else 0
+        return max([first, *(queries + other for other in others)])

@@ -638,6 +638,7 @@ class Mamba2:
     conv_bias: bool = True
     log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
     split_norm: bool = False  # the norm's weight is stored with one row per group
+    normed: bool = True  # the gated outputs are normed
     steps: tuple[float, float] | None = None  # limits to which time steps (dt) are clamped
 
     @property
@@ -663,11 +664,10 @@ class Mamba2:
         return {"mamba.in_proj": (rows, hidden), "mamba.out_proj": (hidden, self.inner)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        normed = (self.num_groups, self.inner // self.num_groups) if self.split_norm else (self.inner,)
-        sizes: dict[str, tuple[int, ...]] = {
-            "mamba.conv1d.weight": (self.channels, self.conv_width),
-            "mamba.norm.weight": normed,
-        }
+        sizes: dict[str, tuple[int, ...]] = {"mamba.conv1d.weight": (self.channels, self.conv_width)}
+        if self.normed:
+            by_group = self.num_groups, self.inner // self.num_groups
+            sizes["mamba.norm.weight"] = by_group if self.split_norm else (self.inner,)
         sizes |= {f"mamba.{name}": (self.num_heads,) for name in ("A_log", "D", "dt_bias")}
         if self.conv_bias:
             sizes["mamba.conv1d.bias"] = (self.channels,)

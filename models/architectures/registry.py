@@ -24,6 +24,7 @@ from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4, ExaoneMoe
 from .facts import ModelFacts
+from .falcon_h1 import FalconH1
 from .flint import Flint
 from .gemma import Gemma
 from .gemma2 import Gemma2
@@ -131,6 +132,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Ernie4_5Moe(),
     Exaone4(),
     ExaoneMoe(),
+    FalconH1(),
     HunYuanDense(),
     HunYuanMoe(),
     HyV3(),

@@ -110,7 +110,8 @@ def refusal(facts: ModelFacts, world: int) -> str:
     if facts.loops > 1:
         return "layers that run several times"
     for layer, _ in facts.kinds:
-        found = _mixer_refusal(layer.mixer, world)
+        found = "" if layer.second is None else "attention and Mamba-2 in one layer"
+        found = found or _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
         if not found and getattr(layer.ffn, "cut", None) is not None:
             found = "feed-forward layers whose activation threshold depends on all values"

@@ -706,6 +706,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_n_heads": 4, "mamba_d_head": 21, "mamba_d_state": 16, "mamba_conv_bias": False}
         | {"mamba_proj_bias": True, "position_embedding_type": "rope"},
     ),
+    "falcon-h1": (
+        "falcon_h1",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 8), "mamba_d_ssm": 60, "mamba_n_heads": 6}
+        | {"mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 11, "embedding_multiplier": 5.7}
+        | {"lm_head_multiplier": 0.4, "mlp_multipliers": [0.88, 0.59], "key_multiplier": 0.39}
+        | {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.94, "ssm_in_multiplier": 1.25}
+        | {"ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.36, 0.5, 0.37]},
+    ),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {"hidden_size": 44, "intermediate_size": 30, "heads": (4, 2, 10), "mamba_d_ssm": 88, "mamba_n_heads": 4}
+        | {"mamba_d_state": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False}
+        | {"tie_word_embeddings": True, "num_hidden_layers": 2},
+    ),
     # time_step_min: transformers 5.23 keeps steps above it, which its pull request 48989 calls a bug; ours keeps them
     # within time_step_limit, as the published code does.
     "nemotron-h": (

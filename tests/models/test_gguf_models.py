@@ -37,7 +37,7 @@ ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
-ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
+ARCHITECTURE |= {"falcon_h1": "falcon-h1", "solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
 ARCHITECTURE |= {
@@ -320,6 +320,8 @@ def write_gguf(
         }
     if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
         tensors = _mamba(writer, config, tensors)
+    if arch == "falcon-h1":
+        tensors = _falcon_h1(writer, config, tensors)
     for name, tensor in stacked(tensors).items():
         module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
@@ -693,7 +695,7 @@ def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, T
     if nemotron:
         inner = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
         writer.add_feed_forward_length([inner.get(kind, 0) for kind in kinds])
-    if not nemotron or "moe" in kinds:
+    if "moe" in kinds or config["model_type"] == "granitemoehybrid":
         writer.add_expert_shared_feed_forward_length(config[shared])
     if "moe" in kinds:
         writer.add_expert_shared_count(config["n_shared_experts"])
@@ -712,6 +714,29 @@ def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, T
         if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             tensor = tensor.view(groups, -1)
         found |= _canonical(name, tensor, kinds, config)
+    return found
+
+
+def _falcon_h1(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multiplied by the multipliers, as converters store them."""
+    tensors = _mamba(writer, config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}, tensors)
+    inner, shared = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = torch.tensor([inner, inner, shared, shared, config["mamba_n_heads"]])
+    reads = config["attention_in_multiplier"]
+    factors = {
+        "q_proj": reads, "k_proj": reads * config["key_multiplier"], "v_proj": reads,
+        "o_proj": config["attention_out_multiplier"], "mamba.out_proj": config["ssm_out_multiplier"],
+        "gate_proj": config["mlp_multipliers"][0], "down_proj": config["mlp_multipliers"][1],
+        "embed_tokens": config["embedding_multiplier"], "lm_head": config["lm_head_multiplier"],
+    }  # fmt: skip
+    rows = torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes) * config["ssm_in_multiplier"]
+    found = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        factor = next((factor for part, factor in factors.items() if module.endswith(part)), 1.0)
+        tensor = tensor * rows.unsqueeze(-1) if module.endswith("in_proj") else tensor * factor
+        name = name.replace("feed_forward", "mlp").replace("model.final_layernorm", "model.norm")
+        found[name] = tensor
     return found
 
 
@@ -908,7 +933,7 @@ def gguf_logits(
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
-NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += ["granite-hybrid", "nemotron-h", "falcon-h1", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]

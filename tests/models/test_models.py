@@ -22,8 +22,11 @@ MIXTURES += ("mimo", "deepseek-v4")
 MORE_MIXTURES = ("qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open", "granitemoe-shared")
 MORE_MIXTURES += ("laguna-elements", "cohere2-moe", "cohere2-moe-sum", "kolibri-normed", "exaone-moe", "dots1")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "youtu")
-MAMBAS = ("granite-hybrid", "nemotron-h")
-MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
+MAMBAS = ("granite-hybrid", "nemotron-h", "falcon-h1")
+MORE_MAMBAS = (
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("granite-hybrid-dense", "nemotron-h-moe", "falcon-h1-normed")
+)
 NAMES = (
     *(
         "llama",
@@ -97,7 +100,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     "name",
     [
         *("llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"),
-        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid", "glm5-next", "deepseek-v4"),
+        *("llama4", "ling3", "qwen4-exp", "olmo-hybrid", "glm5-next", "deepseek-v4", "falcon-h1"),
     ],
 )
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
