@@ -36,6 +36,7 @@ class Module:
     names: tuple[str, ...]  # canonical name, that in Transformers if it differs from the others, and that in the file
     rows: int
     order: Tensor | None = None  # int64 [rows]: index of each row among the module's outputs in Transformers
+    factors: Tensor | None = None  # float32 [rows]: the weights' rows are those in the file times these
 
 
 @dataclass(frozen=True, slots=True)

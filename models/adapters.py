@@ -85,7 +85,10 @@ class Adapters:
 
     def _with_places(self, number: int) -> LayerCall:
         mixer, ffn, view = self._plain[number]
-        return self._extended(number, "mixer", mixer), self._extended(number, "ffn", ffn), view
+        mixer = self._extended(number, "mixer", mixer)
+        if isinstance(mixer, AttentionWeights) and mixer.second is not None:
+            mixer = replace(mixer, second=self._extended(number, "second", mixer.second))
+        return mixer, self._extended(number, "ffn", ffn), view
 
     def _extended(self, number: int, part: str, weights: Any) -> Any:
         """The same weights with adapter slots; a mixture of experts has none and is returned unchanged."""
@@ -171,6 +174,9 @@ class Adapters:
             order = target.module.order
             if order is not None:
                 up, length = up[order.to(self._device)], None if length is None else length[order]
+            if target.module.factors is not None:
+                factors = target.module.factors.to(self._device)
+                up, length = up * factors.unsqueeze(-1), None if length is None else length * factors.cpu()
             pieces.append(LowRank(down, up * update.scale, target.first))
             magnitudes.append(None if length is None else length.to(self._device))
         if any(length is not None for length in magnitudes):
@@ -187,7 +193,9 @@ class Adapters:
         The weight is recovered by running the product on the identity, so its storage format does not matter.
         """
         number, part, name = key
-        linear: Linear = getattr(self._plain[number][("mixer", "ffn").index(part)], name)
+        mixer, ffn, _ = self._plain[number]
+        weights = {"mixer": mixer, "second": getattr(mixer, "second", None), "ffn": ffn}[part]
+        linear: Linear = getattr(weights, name)
         bias, inputs = linear.bias, linear.parts[0].shape[1]
         squares = [torch.zeros(piece.up.shape[0], device=self._device) for piece in pieces]
         for start in range(0, inputs, _COLUMNS):

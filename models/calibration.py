@@ -97,10 +97,12 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             table = rotations[of_layer.mixer.rope] if isinstance(of_layer.mixer, Attention) else None
             seen: Seen = {}
             mixer = layer.mixer and _observed(layer.mixer, _modules(of_layer.mixer), seen)
+            if isinstance(mixer, AttentionWeights) and mixer.second is not None:
+                mixer = replace(mixer, second=_observed(mixer.second, _modules(of_layer.second), seen))
             watched = DecoderLayer(mixer, layer.ffn and _observed_ffn(layer.ffn, of_layer.ffn, seen))
             for stream in streams:
                 pages = _pages(watched.mixer, of_layer, stream) if table is not None else None
-                stream.x = _run(watched, of_layer.mixer, stream, index, table, pages)
+                stream.x = _run(watched, of_layer, stream, index, table, pages)
                 if index in read and pages is not None:
                     stream.pages[index] = pages
             yield {
@@ -168,7 +170,7 @@ def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
 
 def _run(
     layer: DecoderLayer,
-    facts: Paged | Stateful | None,
+    facts: LayerFacts,
     stream: _Stream,
     index: int,
     table: RopeTable | None,
@@ -188,13 +190,20 @@ def _run(
         attended = _attention(layer.mixer, x, table, bounds, pages)
         if layer.mixer.parallel:
             return REFERENCES["attn_out"](attended, _feed_forward(ffn, stream, x, index), layer.mixer)
+        if layer.mixer.second is not None:
+            x = _recurrence(layer.mixer.second, facts.second, x, bounds)
         x = REFERENCES["attn_out"](attended, x, layer.mixer)
     elif layer.mixer is not None:
-        assert isinstance(facts, Stateful)
-        states = StateGroup((0,), facts.conv_shape, facts.state_shape)
-        kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
-        x = REFERENCES[STATEFUL[type(layer.mixer)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
+        x = _recurrence(layer.mixer, facts.mixer, x, bounds)
     return _feed_forward(ffn, stream, x, index)
+
+
+def _recurrence(weights: Any, facts: Paged | Stateful | None, x: Tensor, bounds: Tensor) -> Tensor:
+    """`x` after a mixer that keeps a state."""
+    assert isinstance(facts, Stateful)
+    states = StateGroup((0,), facts.conv_shape, facts.state_shape)
+    kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
+    return REFERENCES[STATEFUL[type(weights)]](x, weights, kept, bounds[:1].long(), bounds)
 
 
 def _feed_forward(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:

@@ -80,8 +80,8 @@ class Reader:
         self.done = 0
         self._counted: set[str] = set()  # modules and single tensors already included in `done`
         self._scratch = torch.empty(0, dtype=torch.uint8)  # holds a weight's codes until they are repacked
-        self._factors = {  # module -> runs of rows that are multiplied: see `LayerFacts`
-            f"model.layers.{index}.{module}": runs
+        self._factors = {  # module -> float32 [N], by which its rows are multiplied
+            f"model.layers.{index}.{module}": torch.cat([torch.full((rows,), factor) for rows, factor in runs])
             for index, layer in enumerate(shard.facts.layers)
             for module, runs in layer.factors
         }
@@ -122,7 +122,10 @@ class Reader:
             self.release(names)
         biases = [self.bias(name, shape[0], device, order) for name, shape in zip(names, shapes, strict=True)]
         known = map(self.checkpoint.names.every, names)
-        modules = tuple(Module(each, shape[0], order) for each, shape in zip(known, shapes, strict=True))
+        factors = map(self._factors.get, names)
+        modules = tuple(
+            Module(each, shape[0], order, own) for each, shape, own in zip(known, shapes, factors, strict=True)
+        )
         if len(parts) == len(names):
             return Linear(tuple(replace(part, bias=bias) for part, bias in zip(parts, biases, strict=True)), modules)
         bias = None
@@ -327,8 +330,7 @@ class Reader:
             )
         return found
 
-    def _multiplied(self, stored_as: str, weight: Weight, runs: Sequence[tuple[int, float]]) -> Weight:
-        factors = torch.cat([torch.full((rows,), factor) for rows, factor in runs])
+    def _multiplied(self, stored_as: str, weight: Weight, factors: Tensor) -> Weight:
         found = multiplied(weight, factors)
         if found is None:
             raise UnsupportedFormat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -70,6 +71,12 @@ class FalconH1(Architecture):
         mamba = replace(mamba_of_gguf(config), normed=any("ssm_norm" in name for name in config.checkpoint.tensors))
         layer = LayerFacts(config.attention(rope), config.dense(), _NORMS, second=mamba)
         return config.facts((layer,) * config.num_layers, context)
+
+    def inner_names(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        found = super().inner_names(checkpoint)
+        if checkpoint.kind != "gguf" or "blk.0.ffn_norm.weight" in checkpoint.tensors:
+            return found
+        return {**found, "pre_ff_layernorm.weight": "ffn_norm"}  # as llama.cpp's converter names it
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         found = super().names(checkpoint)

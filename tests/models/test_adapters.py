@@ -316,6 +316,7 @@ TARGETS = (
     "smollm3",
     "lfm2",
     "lfm3",
+    "falcon-h1",
     "kimi-linear",
     "ling3",
     "qwen4-exp",
@@ -323,6 +324,7 @@ TARGETS = (
 )
 # experts, up projections of latents, hyper-connections, index and n-grams take no adapters
 OF_MIXERS = dict.fromkeys(("kimi-linear", "ling3"), r".*\.self_attn\.(?!kv_)[\w.]+_proj")
+OF_MIXERS["falcon-h1"] = r".*\.(?!out_proj)\w+_proj"  # peft refuses out_proj of Mamba
 OF_MIXERS["glm5-next"] = r".*language_model.*\.self_attn\.(?!kv_|indexer)[\w.]+_proj"
 OF_MIXERS["qwen4-exp"] = r".*\.(self_attn\.[qkvo]_proj|linear_attn\.(in|out)_proj\w*)"
 

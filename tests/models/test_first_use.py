@@ -14,7 +14,7 @@ from localllm.kernels import Impl, table
 from localllm.kernels.cpu import linear as cpu_linear
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.registry import fits_always
-from localllm.kernels.state_slots import StateSlots
+from localllm.kernels.state_slots import PagesAndSlots, StateSlots
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import layer_kind
 from localllm.models.architectures import open_model
@@ -79,6 +79,7 @@ RECURRENT = [
     ("gated_delta", "qwen3.5"),
     ("gated_delta", "kimi-linear"),
     ("mamba", "nemotron-h"),
+    ("mamba", "falcon-h1"),
     ("short_conv", "lfm2"),
 ]
 
@@ -119,7 +120,7 @@ def test_a_wrong_recurrent_segment_is_caught(
 
 @pytest.mark.parametrize("fault", [None, state, another_slot])
 @pytest.mark.parametrize("segment", ["decoder", "step"])
-@pytest.mark.parametrize("name", ["qwen3.5", "ling3", "nemotron-h"])
+@pytest.mark.parametrize("name", ["qwen3.5", "ling3", "nemotron-h", "falcon-h1"])
 def test_states_of_all_layers_are_compared(
     name: str,
     segment: str,
@@ -137,7 +138,8 @@ def test_states_of_all_layers_are_compared(
             empty.append(arguments[-1] is not None)
         out = composed(*arguments)
         if fault is not None:
-            fault(out, next(cache for cache in caches if isinstance(cache, StateSlots)), 1)
+            slots = (cache.slots if isinstance(cache, PagesAndSlots) else cache for cache in caches)
+            fault(out, next(one for one in slots if isinstance(one, StateSlots)), 1)
         return out
 
     monkeypatch.setattr(table, "BACK_ENDS", ({segment: (Impl(segment, "planted", fits_always, fused),)}, table.PLAIN))

@@ -29,7 +29,7 @@ from localllm.plan.planner import Planner
 @pytest.mark.parametrize(
     "name",
     ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma3n", "gemma4-e2b", "gemma4-moe"]
-    + ["olmo-hybrid"],
+    + ["olmo-hybrid", "falcon-h1"],
 )
 def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(name).save(tmp_path)) as checkpoint:
@@ -86,7 +86,7 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
 
 
 @pytest.mark.skipif(bool(library().reason), reason="no C compiler")
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "lfm3", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "lfm3", "granite-hybrid", "falcon-h1"])
 def test_layers_that_keep_states_are_one_call_with_the_others(
     name: str, loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +236,11 @@ def test_a_layer_of_one_block_keeps_and_plans_that_block_only(tiny: Callable, lo
         ("granite-hybrid", {"layer_types": ["mamba"] * 3}, "without an attention layer"),
         ("granite-hybrid", {"time_step_limit": [1.0, 0.5]}, "a higher upper limit"),
         ("granite-hybrid", {"time_step_limit": "none"}, "a lower limit of at least 0"),
+        ("falcon-h1", {"mlp_multipliers": [1.0]}, "must be 2 numbers"),
+        ("falcon-h1", {"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, 0.0]}, "must be 5 numbers"),
+        ("falcon-h1", {"mamba_proj_bias": True}, "with mamba_proj_bias"),
+        ("falcon-h1", {"mamba_rms_norm": True}, "with mamba_norm_before_gate"),
+        ("falcon-h1", {"mamba_d_ssm": 50}, "6 heads of 10 make 60 values, but the file states 50"),
         ("nemotron-h", {"n_groups": 4}, "6 heads cannot be split evenly into 4 groups"),
         ("nemotron-h", {"conv_kernel": 5}, "expected \\["),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "with mlp_hidden_act silu"),

@@ -206,7 +206,7 @@ MIXTURES += ("laguna", "laguna-elements", "qwen2-moe", "qwen2-moe-mixed", "olmoe
 MIXTURES += ("hy3", "cohere2-moe", "cohere2-moe-shared", "kolibri", "step", "exaone-moe", "dots1", "flint", "mimo")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "youtu")
 HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-mixed", "lfm2", "lfm2-moe", "granite-hybrid")
-HYBRIDS += ("nemotron-h", "nemotron-h-moe", "lfm3", "kimi-linear", "ling3")
+HYBRIDS += ("falcon-h1", "nemotron-h", "nemotron-h-moe", "lfm3", "kimi-linear", "ling3")
 
 
 @pytest.mark.slow
