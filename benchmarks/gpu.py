@@ -299,8 +299,17 @@ def main() -> int:
     options = parser().parse_args()
     # find a checkout that is not installed, and the modules beside this one even with PYTHONSAFEPATH
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-    if options.dry:
-        os.environ.update(DRY)  # before localllm is imported; children inherit it
+    if not options.dry:
+        return run(options)
+    os.environ.update(DRY)  # before localllm is imported; children inherit it
+    from interpreted import quick_interpreter
+
+    with quick_interpreter():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what the options ask for."""
     import torch
     from gpu_place import place_of
 

@@ -568,6 +568,13 @@ def gated_groups(
     rows, warps = max(1, GATE_TILE // padded), min(max(padded // 256, 2), 16)
     weight, gain, eps = (skip, skip, 0.0) if norms is None else (norms[0].weight, norms[1], norms[0].eps)
     arguments = (y, values, z, skip, weight, gain, out, eps, num_tokens * groups, values.stride(0), z.stride(0))
-    sizes = {"GROUPS": groups, "DIM": dim, "HEAD": y.shape[2], "PADDED": padded, "ROWS": rows, "NORM": norms is not None}
+    sizes = {
+        "GROUPS": groups,
+        "DIM": dim,
+        "HEAD": y.shape[2],
+        "PADDED": padded,
+        "ROWS": rows,
+        "NORM": norms is not None,
+    }
     launch(_gate_groups, (-(-num_tokens * groups // rows),), *arguments, num_warps=warps, **sizes)
     return out

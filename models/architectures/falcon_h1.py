@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS
 
 from .architecture import Architecture
 from .facts import ModelFacts, linear_shapes
@@ -56,8 +57,9 @@ class FalconH1(Architecture):
         normed = keys.flag("mamba_rms_norm")
         if normed and keys.flag("mamba_norm_before_gate", True):
             raise config.unsupported(f"{config.source} with mamba_norm_before_gate")
-        expanded = config.is_null("mamba_d_ssm")
-        inner = keys.integer("mamba_expand", 1, 64) * config.hidden_size if expanded else keys.integer("mamba_d_ssm", 1, 1 << 24)
+        inner = keys.integer("mamba_expand", 1, 64) * config.hidden_size
+        if not config.is_null("mamba_d_ssm"):
+            inner = keys.integer("mamba_d_ssm", 1, MAX_HEADS * MAX_HEAD_DIM)
         rope, context = config.rope()
         mamba = mamba_of_granite(config, inner, normed=normed)
         layer = LayerFacts(config.attention(rope), config.dense(config.activation()), _NORMS, second=mamba)
@@ -95,9 +97,9 @@ def _factors(config: HfConfig, layer: LayerFacts, mamba: Mamba2) -> tuple[tuple[
     rows = mamba.inner, mamba.inner, shared, shared, mamba.num_heads  # gates, values, B, C, time steps
     parts = zip(rows, _multipliers(config, "ssm_multipliers", len(rows)), strict=True)
     factors = {
-        **{"self_attn.q_proj": reads, "self_attn.k_proj": reads * key, "self_attn.v_proj": reads},
-        **{"self_attn.o_proj": writes, "mamba.out_proj": scanned, "mlp.gate_proj": gate, "mlp.down_proj": down},
-    }
+        "self_attn.q_proj": reads, "self_attn.k_proj": reads * key, "self_attn.v_proj": reads,
+        "self_attn.o_proj": writes, "mamba.out_proj": scanned, "mlp.gate_proj": gate, "mlp.down_proj": down,
+    }  # fmt: skip
     runs: dict[str, Runs] = {name: ((shapes[name][0], factor),) for name, factor in factors.items()}
     runs["mamba.in_proj"] = tuple((count, scans * factor) for count, factor in parts)
     return tuple((name, each) for name, each in runs.items() if any(factor != 1.0 for _, factor in each))

@@ -601,7 +601,7 @@ class LayerFacts:
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """The layer's existing parts: mixers, feed-forward layer, input, fusion, streams, hyper-connections, n-grams."""
+        """The existing parts: mixers, feed-forward layer, input, fusion, streams, hyper-connections, n-grams."""
         found = (self.mixer, self.second, self.ffn, self.input, self.fusion, self.streams, self.hyper, self.ngrams)
         return tuple(block for block in found if block is not None)
 
@@ -616,7 +616,7 @@ class LayerFacts:
         return tuple(mixer for mixer in (self.mixer, self.second) if mixer is not None)
 
     def mixing(self, hidden: int) -> int:
-        """Values held per token while the mixers run, as `work` of each; queries stay alive while the second one runs."""
+        """Values held per token while the mixers run, as `work` of each; while the second runs, queries stay alive."""
         first, *others = (mixer.work(hidden) for mixer in self.mixers) if self.mixers else (0,)
         queries = self.mixer.num_heads * self.mixer.head_dim if isinstance(self.mixer, Attention) else 0
         return max([first, *(queries + other for other in others)])

@@ -37,7 +37,13 @@ ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
 ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
 ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
-ARCHITECTURE |= {"falcon_h1": "falcon-h1", "solar_open": "glm4moe", "internlm3": "llama", "glm": "chatglm", "ministral": "llama"}
+ARCHITECTURE |= {
+    "falcon_h1": "falcon-h1",
+    "solar_open": "glm4moe",
+    "internlm3": "llama",
+    "glm": "chatglm",
+    "ministral": "llama",
+}
 ARCHITECTURE |= {"cohere2_moe": "cohere2moe", "exaone_moe": "exaone-moe", "step3p5": "step35"}
 ARCHITECTURE |= {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3", "bailing_moe": "bailingmoe2"}
 ARCHITECTURE |= {
@@ -933,7 +939,17 @@ def gguf_logits(
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
-NAMES += ["granite-hybrid", "nemotron-h", "falcon-h1", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += [
+    "granite-hybrid",
+    "nemotron-h",
+    "falcon-h1",
+    "gemma",
+    "gemma2",
+    "gemma3n",
+    "gemma4",
+    "gemma4-e2b",
+    "gemma4-moe",
+]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,32 +16,13 @@ if not GPU:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patched_once_per_launch() -> Iterator[None]:
-    """For every call of a jitted function the interpreter looks through the whole language and replaces what a launch
-    has replaced before: a third of the time of these tests.
-    """
+def _quick_interpreter() -> Iterator[None]:
     if GPU:
         yield
         return
-    from triton.runtime import interpreter
-
-    patch: Callable[[Any], Any] = interpreter._patch_lang
-    inside: list[int] = []  # namespaces patched in the current launch
-
-    def patched(function: Any) -> Any:
-        is_launch, namespace = not inside, id(function.__globals__)
-        if namespace in inside:
-            return None
-        scope = patch(function)
-        inside.append(namespace)
-        if is_launch:
-            restore = scope.restore
-            scope.restore = lambda: (restore(), inside.clear())
-        return scope
-
-    interpreter._patch_lang = patched
-    yield
-    interpreter._patch_lang = patch
+    file = Path(__file__).parents[3] / "benchmarks/interpreted.py"
+    with runpy.run_path(str(file))["quick_interpreter"]():
+        yield
 
 
 @pytest.fixture(scope="session")
