@@ -104,6 +104,7 @@ KINDS: dict[str, Callable[[torch.device], Any]] = {
     "hyper": lambda device: replace(delta(2, 4, 10, 6, device), norm=None, hyper=object(), ngrams=object()),
     "mamba": lambda device: mamba(2, device),
     "limited mamba": lambda device: mamba(3, device, (0.3, 0.9)),
+    "plain mamba": lambda device: replace(mamba(2, device), out_norm=None, gain=None),
     "conv": lambda device: short(device),
     "normed conv": lambda device: short(device, 4, True),
     "half-limited mamba": lambda device: mamba(1, device, (0.3, float("inf"))),
@@ -131,6 +132,7 @@ CASES = [
     ("hyper", [1]),
     ("doubled", [5]),
     ("mamba", [1, 1]),
+    ("plain mamba", [1]),
     ("conv", [1]),
     ("normed conv", [5]),
 ]
