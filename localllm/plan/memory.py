@@ -108,11 +108,11 @@ def index_bytes(facts: ModelFacts, rows: int, ctx: int) -> int:
     """Peak bytes of choosing what the last `rows` of `ctx` tokens see in sparse attention, and of gathering entries of
     compressed attention; 0 without either.
     """
-    if any(isinstance(mixer, CompressedAttention) for mixer in facts.attention):
+    if facts.compresses:
         pages = (layer.mixer.beside for layer in facts.entries.values() if isinstance(layer.mixer, Entries))
         return 3 * GATHERED_BYTES + 8 * ctx * max((width // ratio for _, width, ratio in pages), default=0)
-    mixers = [mixer for mixer in facts.attention if mixer.index is not None and ctx > mixer.index.reach]
-    works = (mixer.index.work(rows, ctx, mixer.num_kv_heads) for mixer in mixers if mixer.index is not None)
+    chosen = [(mixer.index, mixer.num_kv_heads) for mixer in facts.sparse if mixer.index is not None]
+    works = (index.work(rows, ctx, heads) for index, heads in chosen if ctx > index.reach)
     return max((SCORE_BYTES + work for work in works), default=0)
 
 
@@ -336,14 +336,22 @@ class Memory:
     def max_ctx(self) -> int:
         """The largest context that fits: the model's maximum, else a multiple of 256 tokens; 0 if none fits."""
         own = self.facts.max_context
-        if self._spare(own) >= 0:
+        lacking = self._spare(own)
+        if lacking >= 0:
             return own
-        if self._spare(256) < 0:
+        spare = self._spare(256)
+        if spare < 0:
             return 0
-        low, high = 1, own // 256
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._spare(middle * 256) >= 0 else (low, middle - 1)
+        low, high, tries = 1, own // 256 + 1, 0
+        while high - low > 1:  # what is left falls almost linearly; where it does not, every third step halves
+            tries += 1
+            share = spare / (spare - lacking) if tries % 3 else 0.5
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            left = self._spare(middle * 256)
+            if left >= 0:
+                low, spare = middle, left
+            else:
+                high, lacking = middle, left
         return low * 256
 
     def _spare(self, ctx: int) -> int:

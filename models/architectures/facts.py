@@ -139,10 +139,13 @@ class ModelFacts:
         return self.layers[0].hyper
 
     @cached_property
+    def compresses(self) -> bool:
+        return any(isinstance(mixer, CompressedAttention) for mixer in self.attention)
+
+    @cached_property
     def composed(self) -> bool:
         """Whether no kernel runs whole steps: none adds n-gram embeddings or chooses what sparse attention sees."""
-        chooses = (isinstance(one, CompressedAttention) or one.index is not None for one in self.attention)
-        return self.ngrams is not None or any(chooses)
+        return self.ngrams is not None or self.compresses or bool(self.sparse)
 
     @cached_property
     def entries(self) -> dict[int, LayerFacts]:
@@ -181,6 +184,11 @@ class ModelFacts:
     def attention(self) -> tuple[Paged, ...]:
         """The mixers with a paged cache, in layer order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Paged))
+
+    @cached_property
+    def sparse(self) -> tuple[Paged, ...]:
+        """One of each kind of mixer that has an index: a query sees only what that chooses."""
+        return tuple(dict.fromkeys(mixer for mixer in self.attention if mixer.index is not None))
 
     @cached_property
     def gathers(self) -> bool:
