@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -55,5 +56,11 @@ def schema(name: str) -> dict[str, Any]:
 def valid(text: str, name: str) -> dict[str, Any]:
     """The one JSON object in `text`, held against a schema."""
     value = json.loads(text)
-    jsonschema.validate(value, schema(name), cls=jsonschema.Draft202012Validator)
+    validator(name).validate(value)
     return value  # type: ignore[no-any-return]
+
+
+@cache
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    """Of a shipped schema, which `test_schemas` checks: a check for every document took most of the time."""
+    return jsonschema.Draft202012Validator(schema(name))

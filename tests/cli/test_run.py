@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from PIL import Image
 
@@ -18,7 +17,7 @@ from localllm.backend.script import ANSWERS
 from localllm.backend.scripted import FakeBackend
 from localllm.cli.commands import COMMANDS
 
-from .conftest import LOCALLLM, Invoke, process, schema, valid
+from .conftest import LOCALLLM, Invoke, process, valid, validator
 
 
 def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
@@ -148,7 +147,7 @@ def test_stream_events(invoke: Invoke) -> None:
     result = invoke("run", "fake-download", "one two", "--json", "--stream", "--progress", "none")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     for line in lines:
-        jsonschema.validate(line, schema("events-1"), cls=jsonschema.Draft202012Validator)
+        validator("events-1").validate(line)
     done = [line["done"] for line in lines if line["event"] == "download"]
     assert done == sorted(done)
     assert "".join(line["text"] for line in lines if line["event"] == "token") == "one two"
@@ -162,7 +161,7 @@ def test_progress_json_is_on_stderr(invoke: Invoke) -> None:
     result = invoke("run", "fake-download", "hi", "--progress", "json")
     lines = [json.loads(line) for line in result.stderr.splitlines()]
     for line in lines:
-        jsonschema.validate(line, schema("events-1"), cls=jsonschema.Draft202012Validator)
+        validator("events-1").validate(line)
     assert result.stdout == "hi\n"
 
 
@@ -395,10 +394,10 @@ def test_with_progress_json_stderr_is_json_alone(invoke: Invoke, tmp_path: Path)
     events = [json.loads(line) for line in done.stderr.splitlines()]
     assert {event["event"] for event in events} >= {"warning", "note", "ready"}
     for event in events:
-        jsonschema.validate(event, schema("events-1"))
+        validator("events-1").validate(event)
     failed = invoke("run", "fake", "hi", "--truncate", "often", "--progress", "json")
     (event,) = [json.loads(line) for line in failed.stderr.splitlines()]
-    jsonschema.validate(event, schema("events-1"))
+    validator("events-1").validate(event)
     assert (event["event"], event["code"]) == ("error", "E201")
 
 

@@ -23,7 +23,7 @@ IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
 @pytest.mark.parametrize(
     ("ratio", "kv_format", "lengths"),
     [
-        (4, "fp16", [(1, 20), (1, 64)]),
+        pytest.param(4, "fp16", [(1, 20), (1, 64)], marks=SLOW),
         (4, "fp8", [(3, 28), (1, 5)]),
         (32, "int8", [(1, 64)]),
         *(pytest.param(ratio, "bf16", [(1, 7)], marks=SLOW) for ratio in (0, 4, 32)),

@@ -38,9 +38,7 @@ def smallest_k(form: str) -> int:
 QUICK = (
     "dense-bf16",
     "int4g-zeros-64",
-    "int8-32",
     "fp4g16",
-    "fp8-block",
     "gguf-Q6_K",
 )
 

@@ -72,12 +72,15 @@ def case(
 
 
 KINDS = [("bf16", False), ("int8", False), ("fp8", False), ("fp8", True)]
+QUICK = [("bf16", False, False), ("int8", False, True), ("fp8", True, False)]
+MANY = [(*kind, gated) for kind in KINDS for gated in (False, True)]
 
 
 @pytest.mark.parametrize("by_token", [False, pytest.param(True, marks=SLOW)])
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ratio", [4, *(pytest.param(ratio, marks=SLOW) for ratio in (1, 2, 8, 16))])
-@pytest.mark.parametrize(("kv_format", "per_layer"), KINDS)
+@pytest.mark.parametrize(
+    ("kv_format", "per_layer", "gated"), [*QUICK, *(pytest.param(*one, marks=SLOW) for one in MANY if one not in QUICK)]
+)
 def test_queries_see_the_chosen_blocks(
     kv_format: str, per_layer: bool, ratio: int, gated: bool, by_token: bool, device: torch.device
 ) -> None:

@@ -166,7 +166,7 @@ def vars_of(kept: StateSlots) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("lengths", [[1], pytest.param([2], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["beta", "decay", "step"])
+@pytest.mark.parametrize("kind", ["beta", pytest.param("decay", marks=SLOW), "step"])
 def test_a_rate_that_is_no_number_shows(kind: str, lengths: list[int], device: torch.device) -> None:
     """Some products overflow before others, and a fused gate must not turn NaN into a closed one."""
     weights = mamba(3, device, (0.3, 0.9)) if kind == "step" else KINDS["ling"](device)
