@@ -45,25 +45,32 @@ def gated(first, second, GATE: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _gated(
-    gate_up, out, dim, num_blocks, BLOCK: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr
+    gates, ups, out, dim, num_blocks, gates_stride, ups_stride,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     d = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     ok = d < dim
-    first = tl.load(gate_up + row * 2 * dim + d, mask=ok, other=0.0).to(tl.float32)
-    second = tl.load(gate_up + row * 2 * dim + dim + d, mask=ok, other=0.0).to(tl.float32)
+    first = tl.load(gates + row * gates_stride + d, mask=ok, other=0.0).to(tl.float32)
+    second = tl.load(ups + row * ups_stride + d, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + row * dim + d, gated(first, second, GATE, LIMIT).to(out.dtype.element_ty), mask=ok)
 
 
-def _run(gate_up: Tensor, gate: str, limit: float | None) -> Tensor:
-    gate_up = gate_up.contiguous()
-    dim = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype, device=gate_up.device)
+def gate_rows(gates: Tensor, ups: Tensor, gate: str, limit: float | None = None) -> Tensor:
+    """act(gates) · ups: [num_rows, dim]. Rows of both may be strided; `gate` and `limit` as in `gated`."""
+    num_rows, dim = gates.shape
+    out = torch.empty((num_rows, dim), dtype=gates.dtype, device=gates.device)
     blocks = -(-dim // BLOCK)
-    grid = (out.numel() // dim * blocks if dim else 0,)
-    launch(_gated, grid, gate_up, out, dim, blocks, BLOCK=BLOCK, GATE=gate, LIMIT=limit or 0.0)
+    numbers = dim, blocks, gates.stride(0), ups.stride(0)
+    launch(_gated, (num_rows * blocks,), gates, ups, out, *numbers, BLOCK=BLOCK, GATE=gate, LIMIT=limit or 0.0)
     return out
+
+
+def _run(gate_up: Tensor, gate: str, limit: float | None) -> Tensor:
+    dim = gate_up.shape[-1] // 2
+    rows = gate_up.reshape(-1, 2 * dim)
+    return gate_rows(rows[:, :dim], rows[:, dim:], gate, limit).view(*gate_up.shape[:-1], dim)
 
 
 def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:

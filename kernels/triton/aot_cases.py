@@ -28,7 +28,7 @@ from ..layer_weights import (
     PoolWeights,
 )
 from ..sampling import SamplingInputs
-from .activation import gelu_tanh_mul, silu_mul, times_gates
+from .activation import gate_rows, gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .compressed import attended, choose_entries, completed, turned
@@ -368,6 +368,8 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     for op in (silu_mul, gelu_tanh_mul):
         for label, limit in (("rows", None), ("rows clamped", 7.0)):
             yield op.__name__, label, partial(op, _meta(dtype, 1, 2 * INTERMEDIATE), limit)
+    given = _meta(dtype, 1, 35 * 256)[:, 256:512]  # Gemma 4 E2B
+    yield "layer_input", "gates", partial(gate_rows, _meta(dtype, 1, 256), given, "gelu_tanh")
     # Qwen3.8-Flash-Next
     table, lens = _meta(torch.int32, 1, 700), _meta(torch.int32, 1)
     for label, kind in (("d128", torch.bfloat16), ("d128 wide", torch.float32)):

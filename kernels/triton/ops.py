@@ -185,6 +185,7 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "short_conv": _impl("short_conv", "segments"),
     "mlp": _impl("mlp", "segments"),
     "experts": _impl("experts", "experts"),
+    "layer_input": _impl("layer_input", "segments"),
     "hyper_in": _impl("hyper_in", "hyper"),
     "hyper_out": _impl("hyper_out", "hyper"),
     "head": _impl("head", "segments"),

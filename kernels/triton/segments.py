@@ -28,6 +28,7 @@ from ..layer_weights import (
     ConvWeights,
     DeltaWeights,
     HeadWeights,
+    InputWeights,
     Linear,
     LinearPart,
     MambaWeights,
@@ -36,7 +37,7 @@ from ..layer_weights import (
     has_only,
 )
 from ..state_slots import StateSlots
-from .activation import times_gates
+from .activation import gate_rows, times_gates
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .recurrent import Raw, causal_conv, gated_conv, gated_groups, gated_norm
@@ -127,6 +128,14 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
         return add_normed(x, weights.down(hidden), weights.post_norm, weights.scale)
     x = onto(x, weights.down, hidden)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
+
+
+def layer_input(composed: Callable[..., Tensor], x: Tensor, weights: InputWeights, given: Tensor) -> Tensor:
+    """`segments.layer_input` in four launches: product, gate, product, and the norm with all that follows."""
+    if weights.norm.bias is not None or weights.norm.groups > 1 or not x.is_contiguous():
+        return composed(x, weights, given)
+    hidden = gate_rows(weights.gate(x), given, weights.activation)
+    return add_normed(x, weights.projection(hidden), weights.norm, weights.scale)
 
 
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:

@@ -263,7 +263,7 @@ def layer_kind(mixer: MixerWeights | None, mlp: Any, view: int) -> str:
         options = f" entries {mixer.ratio}"
     elif mixer is not None:
         options = f" {STATEFUL[type(mixer)]} {_options(mixer)}"
-    options += "i" * (mlp is not None and mlp.input is not None)
+    options += f" input {mlp.input.activation}" if mlp is not None and mlp.input is not None else ""
     marks = "".join("n" if norm else "-" for norm in norms)
     products = _products(*linears_of(mixer), *linears_of(mlp))
     router = ""
@@ -509,7 +509,7 @@ class SegmentTrial:
                 hashed = name == "experts" and isinstance(layer[1], ExpertsWeights) and layer[1].table is not None
                 more = {"ids": self._per_layer_inputs()} if hashed else {}
                 for call in (run, REFERENCES[name]):
-                    cache = None if name in FEEDS + HYPER else self._cache(layer[0])
+                    cache = None if name in (*FEEDS, *HYPER, "layer_input") else self._cache(layer[0])
                     found = call(*self._arguments(name, layer, cache), **more)
                     outputs.append((list(found) if isinstance(found, tuple) else [found], [cache]))
                 if problem := _compare_kept(outputs, self._tolerance):
@@ -526,6 +526,10 @@ class SegmentTrial:
             cache = cache.pages
         if name in FEEDS:
             return x, ffn
+        if name == "layer_input":
+            given = self._per_layer_inputs()
+            assert ffn is not None and given is not None
+            return x, ffn.input, given[:, -1]
         if name in HYPER:
             weights: HyperWeights | MixedWeights = mixer.hyper  # type: ignore[union-attr,assignment]
             wide = torch.randn((x.shape[0], weights.wide), generator=seeded(27)).to(x)
@@ -572,6 +576,8 @@ def _parts(states: StateSlots) -> list[Tensor]:
 def _segments_of(mixer: MixerWeights | None, ffn: Any, _view: int) -> tuple[str, ...]:
     """The segments of a layer that are tried one by one."""
     feed: tuple[str, ...] = () if ffn is None else (FEEDS[isinstance(ffn, ExpertsWeights)],)
+    if ffn is not None and ffn.input is not None and getattr(mixer, "streams", None) is None:
+        feed += ("layer_input",)
     feed += HYPER if getattr(mixer, "hyper", None) is not None else ()
     if isinstance(mixer, AttentionWeights):
         return "attn_in", *["mamba"] * (mixer.second is not None), "attention", "attn_out", *feed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, choose
 from localllm.kernels.dequant import dequantize
-from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.layer_weights import (
+    AttentionWeights,
+    HeadWeights,
+    InputWeights,
+    Linear,
+    LinearPart,
+    MlpWeights,
+    Norm,
+)
 from localllm.kernels.segments import REFERENCES as COMPOSED
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import ops, quantize, segments
@@ -242,6 +251,22 @@ def test_fused_segments(tokens: int, device: torch.device) -> None:
         logits = segments.head(COMPOSED["head"], x, HeadWeights(norm, vocab, softcap))
         assert logits.dtype is torch.float32
         assert error(logits, COMPOSED["head"](x, HeadWeights(norm, vocab, softcap)).double().cpu()) < CLOSE
+
+
+@pytest.mark.parametrize(("activation", "scale", "tokens"), [("gelu_tanh", 0.7, 3), ("silu", 1.0, 1)])
+def test_per_layer_inputs(activation: str, scale: float, tokens: int, device: torch.device) -> None:
+    impl = IMPLS["triton"]
+    gate = part_of(device, make("int8-row", 16, 32), impl, torch.randn(16))
+    weights = InputWeights(
+        gate, part_of(device, make("fp8-row", 32, 16), impl), activation, Norm(torch.rand(32).to(device), 1e-5), scale
+    )
+    x, given = (torch.randn(*shape).bfloat16().to(device) for shape in ((tokens, 32), (tokens, 4, 16)))
+    into = x.clone()
+    found = segments.layer_input(never, into, weights, given[:, 2])
+    assert found.data_ptr() == into.data_ptr()
+    assert error(found, COMPOSED["layer_input"](x.clone(), weights, given[:, 2]).double().cpu()) < CLOSE
+    centred = replace(weights, norm=replace(weights.norm, bias=weights.norm.weight))
+    assert segments.layer_input(lambda *_: "composed", x, centred, given[:, 2]) == "composed"
 
 
 def test_what_does_not_fit_is_composed(device: torch.device) -> None:
