@@ -59,6 +59,7 @@ TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", 
 DELTA = (("ling3-tiny", "Q4_K_M"), ("kimi-linear-48b-a3b", "Q4_K_M"), ("qwen3.8-flash-next", "Q4_K_M"))
 DELTA += (("north-mini-30b-a3b", "Q4_K_M"), ("mimo-v2.5", "Q4_K_M"), ("glm5.3-flash", "Q4_K_M"))
 DELTA += (("deepseek-v4-flash", "Q4_K_M"), ("nanbeige4.2-3b", "Q4_K_M"))
+DELTA += (("granite4-h-micro", "Q4_K_M"), ("falcon-h1-0.5b", "Q4_K_M"))
 SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY, *DELTA), (*SIZES[:2], *TODAY)
 SIZE_CTX, DEPTH = 2048, 4096
 FAR = ((DEPTH, "int8"), (8192, "auto"))  # for the first two shapes

@@ -48,6 +48,7 @@ class Shape(NamedTuple):
     turned: int = 64  # elements of a query with RoPE, if there are latents
     streams: int = 0  # residual streams of hyper-connections, with sparse attention and n-gram embeddings
     value_dim: int = 0  # elements of a value head; 0: head_dim
+    mamba_dim: int = 0  # values of a Mamba-2 head; there are `value_heads` of them, in `key_heads` groups
 
 
 REAL = {
@@ -58,6 +59,12 @@ REAL = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, "llama", True, 32_768),
     "nanbeige4.2-3b": Shape(3072, 10_752, 22, 48, 8, 128, "nanbeige", False, 32_768),
     "qwen3.5-4b": Shape(2560, 9216, 32, 16, 4, 256, "qwen35", True, 32_768, full_every=4),
+    "granite4-h-micro": Shape(
+        2048, 8192, 40, 32, 8, 64, "granitehybrid", True, 32_768, key_heads=1, value_heads=64, mamba_dim=64
+    ),
+    "falcon-h1-0.5b": Shape(
+        1024, 2048, 36, 8, 2, 64, "falcon-h1", False, 32_768, key_heads=1, value_heads=24, mamba_dim=64
+    ),
     # half of its layers
     "qwen3-30b-a3b": Shape(2048, 6144, 24, 32, 4, 128, "qwen3moe", False, 32_768, 128, 8, 768),
     "ling3-tiny": Shape(
@@ -160,7 +167,8 @@ class _Writer:
         w.add_feed_forward_length(s.intermediate)
         w.add_head_count(s.heads)
         if not s.latent:
-            w.add_head_count_kv([self.kv_heads(layer) for layer in range(s.layers)] if s.value_dim else s.kv_heads)
+            uneven = s.value_dim or s.mamba_dim
+            w.add_head_count_kv([self.kv_heads(layer) for layer in range(s.layers)] if uneven else s.kv_heads)
             w.add_key_length(s.head_dim)
             w.add_value_length(s.value_dim or s.head_dim)
             turned = (
@@ -187,16 +195,22 @@ class _Writer:
             w.add_leading_dense_block_count(1)
             w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             w.add_logit_scale(1.0)
+        if s.arch == "granitehybrid":
+            for name, scale in (("embedding", 12.0), ("residual", 0.22), ("attention", 1 / 64), ("logit", 8.0)):
+                key = "attention.scale" if name == "attention" else f"{name}_scale"
+                w.add_float32(f"{s.arch}.{key}", scale)
+            w.add_rope_scaling_finetuned(False)
         if s.latent:
             self.latent_sizes()
-        elif s.full_every:
-            w.add_full_attention_interval(s.full_every)
-            w.add_rope_dimension_sections([s.head_dim // 32 + 3, s.head_dim // 32 + 3, s.head_dim // 32 + 2, 0])
+        elif s.full_every or s.mamba_dim:
+            if s.full_every:
+                w.add_full_attention_interval(s.full_every)
+                w.add_rope_dimension_sections([s.head_dim // 32 + 3, s.head_dim // 32 + 3, s.head_dim // 32 + 2, 0])
             w.add_ssm_conv_kernel(4)
             w.add_ssm_state_size(s.state)
             w.add_ssm_group_count(s.key_heads)
             w.add_ssm_time_step_rank(s.value_heads)
-            w.add_ssm_inner_size(s.value_heads * s.state)
+            w.add_ssm_inner_size(s.value_heads * (s.mamba_dim or s.state))
         if s.arch == "glm5-next":
             self.mixed_sizes()
         elif s.arch == "deepseek4":
@@ -265,7 +279,9 @@ class _Writer:
         self.file.add_tensor(f"{base}_scale.weight", np.ones(3, np.float32))
 
     def kv_heads(self, layer: int) -> int:
-        """MiMo-V2's windowed layers have twice as many."""
+        """MiMo-V2's windowed layers have twice as many, Granite's Mamba-2 layers none."""
+        if self.shape.arch == "granitehybrid":
+            return self.shape.kv_heads * (layer % 10 == 5)
         windowed = self.shape.arch == "mimo2" and layer > 0 and layer % 6 != 5
         return self.shape.kv_heads * (2 if windowed else 1)
 
@@ -334,10 +350,10 @@ class _Writer:
         stored = values.reshape(experts, rows, -1) if experts else values
         self.file.add_tensor(f"{name}.weight", stored, raw_dtype=gguf.GGMLQuantizationType[kind])
 
-    def norm(self, name: str, width: int = 0) -> None:
+    def norm(self, name: str, width: int = 0, *, suffix: bool = True) -> None:
         weight = self.random.uniform(0.5, 1.5, width or self.shape.hidden).astype(np.float32)
         weight[:4] *= 8  # outlier channels, as trained models have them
-        self.file.add_tensor(f"{name}.weight", weight)
+        self.file.add_tensor(f"{name}.weight" if suffix else name, weight)
 
     def vector(self, name: str, *dims: int, deviation: float = 0.01) -> None:
         self.file.add_tensor(name, (self.random.standard_normal(dims) * deviation).astype(np.float32))
@@ -356,7 +372,11 @@ class _Writer:
                 self.ngrams(base)
         else:
             self.norm(f"{base}.attn_norm")
-        if s.full_every and (layer + 1) % s.full_every:
+        if s.mamba_dim and (s.arch == "falcon-h1" or not self.kv_heads(layer)):
+            self.mamba(base)
+        if not self.kv_heads(layer):
+            pass
+        elif s.full_every and (layer + 1) % s.full_every:
             (self.kimi_delta if s.latent else self.delta_rule)(base)
         elif s.latent:
             self.latent_attention(base)
@@ -366,7 +386,7 @@ class _Writer:
             self.attention(base, layer, self.better if more else self.usual)
         late = (s.full_every and not s.latent) or s.arch == "gpt-oss"
         if (not s.streams or s.latent or s.arch == "deepseek4") and s.arch != "cohere2moe":
-            self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}")
+            self.norm(f"{base}.{'post_attention_norm' if late else 'ffn_norm'}", suffix=s.arch != "falcon-h1")
         if s.experts and not (layer == 0 and (s.latent or s.arch in ("cohere2moe", "mimo2"))):
             of_down = self.better if more and self.of_experts == self.usual else self.of_experts
             self.experts(base, "Q5_1" if s.expert_inner % 256 else of_down)
@@ -393,7 +413,7 @@ class _Writer:
             self.vector(f"{base}.attn_sinks.weight", s.heads)
         elif s.arch == "mimo2" and kv_heads > s.kv_heads:
             self.vector(f"{base}.attn_sinks.weight", s.heads)
-        elif s.arch not in ("llama", "nanbeige", "cohere2moe", "mimo2"):
+        elif s.arch not in ("llama", "nanbeige", "cohere2moe", "mimo2", "granitehybrid", "falcon-h1"):
             self.norm(f"{base}.attn_q_norm", s.head_dim)
             self.norm(f"{base}.attn_k_norm", s.head_dim)
 
@@ -409,6 +429,19 @@ class _Writer:
         self.vector(f"{base}.ssm_dt.bias", s.value_heads, deviation=1.0)
         self.file.add_tensor(f"{base}.ssm_a", -self.random.uniform(0.5, 8, s.value_heads).astype(np.float32))
         self.norm(f"{base}.ssm_norm", s.state)
+
+    def mamba(self, base: str) -> None:
+        s = self.shape
+        inner, shared = s.value_heads * s.mamba_dim, 2 * s.key_heads * s.state
+        self.matrix(f"{base}.ssm_in", 2 * inner + shared + s.value_heads, s.hidden)
+        self.matrix(f"{base}.ssm_out", s.hidden, inner)
+        self.vector(f"{base}.ssm_conv1d.weight", inner + shared, 4, deviation=0.5)
+        self.vector(f"{base}.ssm_conv1d.bias", inner + shared, deviation=0.1)
+        self.vector(f"{base}.ssm_dt.bias", s.value_heads, deviation=1.0)
+        self.file.add_tensor(f"{base}.ssm_a", -self.random.uniform(0.5, 8, (s.value_heads, 1)).astype(np.float32))
+        self.vector(f"{base}.ssm_d", s.value_heads, 1, deviation=1.0)
+        if s.arch != "falcon-h1":
+            self.file.add_tensor(f"{base}.ssm_norm.weight", np.ones((s.key_heads, inner // s.key_heads), np.float32))
 
     def latent_attention(self, base: str) -> None:
         s = self.shape
