@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .fields import Fields
+from .gguf_file import StringArray
 from .mapped_file import shown
 
 # arrays used by the tokenizer and the facts -> (element type, numpy's kinds of it; "" for bytes)
@@ -41,7 +41,8 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], rows: int | None =
     general, keys = Fields(path, metadata), Fields(path, metadata, "tokenizer.ggml.")
     for key, (what, kinds) in _ARRAYS.items():
         value = keys.raw(key)
-        fits = value.dtype.kind in kinds if isinstance(value, np.ndarray) else isinstance(value, list) and not kinds
+        is_text = isinstance(value, list | StringArray)
+        fits = value.dtype.kind in kinds if isinstance(value, np.ndarray) else is_text and not kinds
         if value is not None and not fits:
             raise keys.fail(key, f"must be an array of {what}")
     for key in _TEXT_KEYS:
@@ -67,8 +68,10 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], rows: int | None =
     if merges and len(merges) > limit:
         raise keys.fail("merges", f"holds {len(merges):,} merges; the limit for {vocab_size:,} tokens is {limit:,}")
     # `left right`: a space that is neither its first nor its last byte
-    places = list(map(bytes.find, merges or (), repeat(b" "), repeat(1), repeat(-1)))
-    if -1 in places:
-        wrong = places.index(-1)
+    if isinstance(merges, StringArray):
+        wrong = merges.first_undivided(ord(" "))
+    else:
+        wrong = next((number for number, merge in enumerate(merges or ()) if b" " not in merge[1:-1]), None)
+    if merges and wrong is not None:
         what = f"entry {wrong:,}, '{shown(merges[wrong])}', is not two parts separated by a space"
         raise keys.fail("merges", what)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import Checkpoint
+from localllm.checkpoint import Checkpoint, gguf_file
 from localllm.checkpoint.gguf_file import read_gguf
 from localllm.checkpoint.gguf_types import TENSOR_TYPES
 from localllm.checkpoint.mapped_file import MappedFile
@@ -50,7 +52,7 @@ def test_views_of_smollm2(smollm2_path: Path) -> None:
         assert checkpoint.nbytes == 96_576_768
         assert len(checkpoint.tensors) == 272
         tokens = checkpoint.metadata["tokenizer.ggml.tokens"]
-        assert isinstance(tokens, list)
+        assert isinstance(tokens, gguf_file.StringArray)
         assert (len(tokens), tokens[1], tokens[-1]) == (49152, b"<|im_start|>", tokens[49151])
 
 
@@ -76,7 +78,7 @@ def test_everything_equals_ggufs_own_reader(smollm2_path: Path, gemma_path: Path
                 if key.startswith("GGUF."):
                     continue
                 value = ours.metadata[key]
-                plain = decoded(value) if isinstance(value, list) else value
+                plain = decoded(list(value)) if isinstance(value, list | gguf_file.StringArray) else value
                 assert (plain.tolist() if isinstance(plain, np.ndarray) else plain) == field.contents(), key
 
 
@@ -122,6 +124,52 @@ def test_string_arrays_are_lists_of_bytes(tmp_path: Path) -> None:
     path = tmp_path / "words.gguf"
     path.write_bytes(tiny.container([tiny.kv("w", tiny.ARRAY, tiny.array(tiny.STRING, words))], []))
     assert read_gguf(MappedFile(path))[1]["w"] == words
+
+
+KINDS: dict[str, Callable[[random.Random], bytes]] = {
+    "short": lambda rng: rng.randbytes(rng.randrange(1, 12)),
+    "empty": lambda rng: b"",
+    "zeros": lambda rng: bytes(rng.randrange(40)),
+    "long": lambda rng: rng.randbytes(rng.choice([255, 256, 300])),
+    "lengths": lambda rng: rng.randrange(256).to_bytes(8, "little") * rng.randrange(1, 4),
+    "mixed": lambda rng: rng.choice([b"", b"a", bytes(9), rng.randbytes(400), b"\x03" + bytes(7) + b"abc"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_string_arrays(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their strings look like, and wherever the buffer and what is looked through at once end."""
+    rng, path = random.Random(kind), tmp_path / "words.gguf"
+    words = [KINDS[kind](rng) for _ in range(3000)]
+    arrays = [tiny.kv(name, tiny.ARRAY, tiny.array(tiny.STRING, words)) for name in ("w", "v")]
+    path.write_bytes(tiny.container([*arrays, tiny.kv("n", tiny.U64, 7)], []))
+    for read, window in ((1 << 20, 1 << 20), (100, 1 << 20), (100, 300), (1 << 20, 40)):
+        monkeypatch.setattr(gguf_file, "READ_BYTES", read)
+        monkeypatch.setattr(gguf_file, "WINDOW", window)
+        found = read_gguf(MappedFile(path))[1]
+        assert type(found["w"]) is gguf_file.StringArray and len(found["w"]) == len(words)
+        assert list(found["w"]) == list(found["v"]) == words and found["n"] == 7
+        assert found["w"][5] == words[5] and found["w"][-2:] == words[-2:]
+
+
+@pytest.mark.parametrize("keep", [33, 40, 300, 20_000])
+def test_a_large_array_may_be_truncated(keep: int, tmp_path: Path) -> None:
+    data = tiny.container([tiny.kv("w", tiny.ARRAY, tiny.array(tiny.STRING, [b"word"] * 3000))], [])
+    path = tmp_path / "words.gguf"
+    path.write_bytes(data[:-keep])
+    with pytest.raises(BadModelFile, match=r"the rest of the file holds|is truncated|bytes long;"):
+        read_gguf(MappedFile(path))
+
+
+def test_strings_without_a_byte_inside() -> None:
+    words = [b"a b", b" a b", b"a b ", b"   "]
+    for wrong in (b"", b"a", b" ", b" a", b"a ", b"  ", b"ab"):
+        whole = [*words, wrong, *words]
+        ends = np.cumsum([len(word) for word in whole])
+        starts = ends - [len(word) for word in whole]
+        strings = gguf_file.StringArray(b"".join(whole), starts, ends)
+        assert strings.first_undivided(ord(" ")) == len(words), wrong
+    assert gguf_file.StringArray(b"a b", np.array([0]), np.array([3])).first_undivided(ord(" ")) is None
 
 
 def test_a_view_outlives_close(tmp_path: Path) -> None:
