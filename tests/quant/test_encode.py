@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.quant import Weight, dequantize, export, reordered
+from localllm.quant import Weight, dequantize, export, multiplied, reordered
 from localllm.quant.encode import GROUP_SIZES, Target, e2m1_codes, encode, relative_error
 
 N, K = 136, 256
@@ -37,6 +37,26 @@ def test_rows_change_their_order_without_another_rounding(name: str) -> None:
     found = reordered(weight, order)
     assert found is not None
     assert torch.equal(dequantize(found), dequantize(weight)[order])
+
+
+@pytest.mark.parametrize("name", [*dict(CASES), "bf16"])
+def test_rows_are_multiplied_where_they_have_scales_of_their_own(name: str) -> None:
+    """Within the rounding of the scales, or of values without any."""
+    plain = gaussian()
+    weight = Weight("dense", (N, K), plain.bfloat16()) if name == "bf16" else encode(plain, Target(name))
+    for factors in (torch.linspace(0.1, 3.0, N), torch.full((N,), 0.7)):
+        found = multiplied(weight, factors)
+        if name == "mxfp4" or (name == "fp8-block" and bool((factors != factors[0]).any())):
+            assert found is None  # powers of two; scales that rows share
+            continue
+        assert found is not None
+        wanted = dequantize(weight).float() * factors.unsqueeze(1)
+        torch.testing.assert_close(dequantize(found).float(), wanted, rtol=2**-7 if name == "bf16" else 2**-10, atol=0)
+    one = Weight("fp8", (N, K), plain.to(torch.float8_e4m3fn), torch.tensor([0.5]))
+    for factors, shape in ((torch.linspace(0.1, 3.0, N), (N, 1)), (torch.full((N,), 0.7), (1,))):
+        found = multiplied(one, factors)
+        assert found is not None and found.scales is not None and found.scales.shape == shape
+        torch.testing.assert_close(dequantize(found), dequantize(one) * factors.unsqueeze(1))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CASES if name not in ("int8", "fp8", "fp8-block")])
