@@ -151,8 +151,12 @@ def choice_of(resolved: Resolved) -> Choice:
     name = str(resolved.path.absolute()) if resolved.kind == "path" and resolved.path else resolved.name
     if resolved.kind == "hub" and resolved.repo and "@" in resolved.asked and "@" not in name:
         name = f"{name}@{resolved.revision}"
-    shown = clean_line(resolved.path.name if resolved.kind == "path" and resolved.path else resolved.name)
-    return Choice(name, shown, resolved.revision or None, resolved.quant or None)
+    if resolved.kind != "path" or resolved.path is None:
+        return Choice(name, clean_line(resolved.name), resolved.revision or None, resolved.quant or None)
+    from localllm.hub.selection import quant_label
+
+    file = resolved.path.name
+    return Choice(name, clean_line(file), quant=quant_label(file) or None)
 
 
 def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:

@@ -95,7 +95,8 @@ class Key:
             return self.kind.parse(value)
         except (ValueError, TypeError, OverflowError):
             meant = nearest_key(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
-            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+            given = ",".join(map(str, value)) if origin == "flag" and isinstance(value, list | tuple) else value
+            shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
             default = self.kind.show(self.default)
             where, hint = self.path, f"localllm config set {self.path} {default or 'VALUE'}"
             source = "" if origin in ("argument", "flag", self.env) else f" ({origin})"

@@ -288,7 +288,8 @@ def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
 def test_a_model_named_by_a_path_has_a_name_for_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = choice_of(Resolved("./m.gguf", "./m.gguf", "path", Path("m.gguf")))
-    assert (chosen.name, chosen.shown) == (str(tmp_path / "m.gguf"), "m.gguf")
+    assert (chosen.name, chosen.shown, chosen.quant) == (str(tmp_path / "m.gguf"), "m.gguf", None)
+    assert choice_of(Resolved("./m-q4_k_m.gguf", "", "path", Path("m-q4_k_m.gguf"))).quant == "Q4_K_M"
 
 
 @pytest.mark.skipif("libedit" in str(readline.__doc__), reason="libedit does not know pasted from typed text")
