@@ -70,12 +70,13 @@ def test_answers_resume_and_failures_are_asked_again(home: Path, cut: bool) -> N
         file.write('{"custom_id": "c", "resp' if cut else json.dumps(answered("c")))
     written(source, rows)
     code, counts = run()
-    assert code == 0 and (counts["answered"], counts["skipped"], counts["completion_tokens"]) == (1, 2, 2)
+    assert (counts["answered"], counts["skipped"], counts["completion_tokens"]) == (1, 2, 2)
+    assert code == 1 and (counts["failed"], counts["failed_before"]) == (0, 1)
     assert answers() == {"a": 200, "bad": 400, "c": 200}
     rows[1] = request("bad")
     written(source, rows)
     code, counts = run("--retry-failed")
-    assert code == 0 and (counts["answered"], counts["failed"]) == (1, 0)
+    assert code == 0 and (counts["answered"], counts["failed"], counts["failed_before"]) == (1, 0, 0)
     assert json.loads(output.read_text().splitlines()[-1])["response"]["status_code"] == 200
 
 

@@ -55,7 +55,8 @@ def batch(
     within_models(env, config, choices)  # every model has a plan of its own, with a context that it can hold
     default, offers = offered(env, config, choices, (), every=True)
     answers = Output(output, again=retry_failed)
-    counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
+    skipped, failed = (sum(one in those for one in ids) for those in (answers.answered, answers.failed))
+    counts = BatchCounts(total=len(ids), skipped=skipped, failed_before=failed)
     progress = env.progress(clean_line(source.name))
     pool = new_pool(env, config, offers, (), None, default)
     side_by_side, adapters = config.engine.max_parallel, config.engine.adapter_paths
@@ -84,7 +85,7 @@ def batch(
         answers.close()
         pool.close()
     _report(env, counts, output)
-    return LocalLLMError.exit_code if counts.failed else 0
+    return LocalLLMError.exit_code if counts.failed or counts.failed_before else 0
 
 
 async def _tick(tick: Callable[[], None]) -> None:
@@ -95,13 +96,16 @@ async def _tick(tick: Callable[[], None]) -> None:
 
 def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     seconds = counts.seconds
-    told = picked(counts, "total skipped failed prompt_tokens completion_tokens")
+    told = picked(counts, "total skipped failed failed_before prompt_tokens completion_tokens")
     told |= {"output": str(output), "answered": counts.done}
     if env.console.emit("batch/1", told | {"seconds": round(seconds, 3), "finished": int(time.time())}):
         return
     failed = f", {counts.failed} of them failed" if counts.failed else ""
-    skipped = f" ({counts.skipped} already answered)" if counts.skipped else ""
+    before = f", {counts.failed_before} of them with an error" if counts.failed_before else ""
+    skipped = f" ({counts.skipped} already answered{before})" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
     answered = counted(counts.done, "request")
     where = "" if str(output) == "-" else f": {clean_line(str(output))}"
     env.console.say(f"{answered} answered{skipped}{failed} in {seconds_short(seconds)}{rate}{where}")
+    if counts.failed or counts.failed_before:
+        env.console.say("the same command with --retry-failed sends those again that failed")

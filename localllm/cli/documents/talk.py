@@ -211,6 +211,7 @@ class Batch(TypedDict):
     skipped: Count
     answered: Count
     failed: Count
+    failed_before: NotRequired[Count]
     prompt_tokens: NotRequired[Count]
     completion_tokens: NotRequired[Count]
     seconds: float

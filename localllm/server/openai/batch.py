@@ -37,6 +37,7 @@ class BatchCounts:
 
     total: int = 0  # requests in the file
     skipped: int = 0  # answered by an earlier run
+    failed_before: int = 0  # included in `skipped`: with an error
     done: int = 0
     failed: int = 0  # included in `done`: answered with an error
     prompt_tokens: int = 0
@@ -106,6 +107,7 @@ class Output:
         """`again`: retry requests that ended in an error. Raises ConfigError."""
         self.path = path
         self.answered: set[str] = set()  # ids to skip
+        self.failed: set[str] = set()  # those of them that were answered with an error
         if str(path) == "-":
             self._file: IO[bytes] = sys.stdout.buffer
             return
@@ -141,6 +143,8 @@ class Output:
                 continue
             kept.append(line)
             answered.add(str(custom))
+            if not ok:
+                self.failed.add(str(custom))
         if changed:
             self._replace(b"".join(kept))
         return answered
