@@ -55,7 +55,12 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, str]:
     try:
         _make_folder(path)
         with contextlib.suppress(Damaged):
-            return _open(path), ""
+            try:
+                return _open(path), ""
+            except sqlite3.Error as error:
+                if not _is_full(error, path):
+                    raise
+                return _open(path, alone=True), "the disk is full: saved chats can be read, but none can be saved"
         with _exclusive_lock(path):  # if several processes find the damage, only one sets the file aside
             try:
                 return _open(path), ""
@@ -77,7 +82,8 @@ def _make_folder(path: Path) -> None:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # before SQLite creates it readable for everyone
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path, *, alone: bool = False) -> sqlite3.Connection:
+    """`alone`: without the file in which processes share the index of the WAL, for which a full disk has no room."""
     if path.exists() and not path.is_file():
         raise HistoryError(f"{path} is not a file", f"mv {path} {path}.old")
     # used by one thread at a time; the store's lock ensures that
@@ -86,6 +92,8 @@ def _open(path: Path) -> sqlite3.Connection:
     )
     connection.text_factory = lambda text: text.decode("utf-8", "replace")  # one broken text must not hide the rest
     try:
+        if alone:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         _prepare(connection, path)
     except BaseException as error:
         connection.close()
@@ -189,11 +197,16 @@ def _set_aside(path: Path) -> Path:
 def explain(error: sqlite3.Error, path: Path) -> HistoryError:
     """Turn an SQLite error into one that tells the user what to do."""
     code = _code(error)
-    message, hint = _EXPLAINED.get(code, ("{path}: {error}", "see the log"))
-    with contextlib.suppress(OSError):  # SQLite reports FULL for the database, not for its WAL files
-        if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < FULL_BYTES:
-            message, hint = _FULL
+    message, hint = _FULL if _is_full(error, path) else _EXPLAINED.get(code, ("{path}: {error}", "see the log"))
     return HistoryError(*(text.format(path=path, folder=path.parent, error=error) for text in (message, hint)))
+
+
+def _is_full(error: sqlite3.Error, path: Path) -> bool:
+    """SQLite says so of the database, but not of its WAL files."""
+    with contextlib.suppress(OSError):
+        if _code(error) == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < FULL_BYTES:
+            return True
+    return _code(error) == sqlite3.SQLITE_FULL
 
 
 def _code(error: sqlite3.Error) -> int:

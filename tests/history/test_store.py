@@ -207,6 +207,37 @@ def test_a_full_disk_loses_nothing_that_was_there(path: Path) -> None:
         assert len(history.messages("aa11")) == 2
 
 
+ON_A_FULL_DISK = """
+import resource, shutil, sys
+from pathlib import Path
+from types import SimpleNamespace
+from localllm.history.database import HistoryError
+from localllm.history.records import SavedChat
+from localllm.history.store import History
+shutil.disk_usage = lambda folder: SimpleNamespace(free=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file can grow
+with History(Path(sys.argv[1])) as history:
+    print(history.notice)
+    print([message.content for message in history.messages("aa11")][0])
+    try:
+        history.save(SavedChat("bb"), [])
+    except HistoryError as error:
+        print(error.message)
+"""
+
+
+def test_chats_can_be_read_on_a_full_disk(path: Path) -> None:
+    """Where the index of the write-ahead log has no room."""
+    with History(path) as history:
+        filled(history)
+    done = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, str(path)], capture_output=True, text=True, timeout=60)
+    notice, content, failed = done.stdout.splitlines()
+    assert notice == "the disk is full: saved chats can be read, but none can be saved"
+    assert content == "Why is the sky blue?" and failed.endswith("cannot grow: the disk is full"), done
+    with History(path) as history:
+        assert not history.notice and len(history.messages("aa11")) == 2
+
+
 # --- kills and neighbours --------------------------------------------------------------------------------------------
 
 WRITER = """
