@@ -50,6 +50,7 @@ from .layer_weights import (
     LayerCall,
     MambaWeights,
     MlpWeights,
+    Norm,
     Stepped,
     StreamWeights,
     View,
@@ -155,6 +156,7 @@ def experts(
     mix: Callable[..., Tensor] = mixture,
     ids: Tensor | None = None,
     add: Callable[..., Tensor] | None = None,
+    feed: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place.
 
@@ -163,8 +165,13 @@ def experts(
     mix   replacement for `experts.mixture`
     ids   as in `experts.route`
     add   replacement for `mixers.add_output` with this `rms_norm`
+    feed  replacement for the norm before a shared expert that has one of its own, and the expert
     """
     add = partial(add_output, rms_norm) if add is None else add
+
+    def normed_shared(x: Tensor, norm: Norm, weights: ExpertsWeights) -> Tensor:
+        return shared(norm_rows(rms_norm, x, norm), weights, activate)
+
     if ids is not None:
         mix = partial(mix, ids=ids)
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
@@ -180,7 +187,7 @@ def experts(
     else:
         out = total(mix(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
         out = norm_rows(rms_norm, out, own.after_experts)
-        given = total(shared(norm_rows(rms_norm, x, own.shared), weights, activate)).to(x.dtype)
+        given = total((feed or normed_shared)(x, own.shared, weights)).to(x.dtype)
         out = add(out, given, own.after_shared)
     if weights.hyper is not None:
         return out

@@ -26,7 +26,7 @@ from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
 from .product_tiles import SMALL_TOKENS, is_fixed
 from .rms_norm import add_normed, normed
-from .segments import FUSED, only_part
+from .segments import FUSED, centred, only_part
 
 BLOCK = 1024
 _GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
@@ -41,7 +41,8 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights,
         return composed(x, weights, ids=ids)
     if x.shape[0] <= SMALL_TOKENS and x.is_contiguous() and weights.post_norm is None and _is_for_steps(x, weights):
         return _step(x, weights, ids)
-    return composed(x, weights, mix=mixture, ids=ids, add=add_normed)
+    feed = _normed_shared if weights.apart is not None and _gates_fuse(x, weights) else None
+    return composed(x, weights, mix=mixture, ids=ids, add=add_normed, feed=feed)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
@@ -82,6 +83,23 @@ def _shared(x: Tensor, weights: ExpertsWeights) -> tuple[Tensor | None, Tensor |
     assert part is not None
     hidden = product(x, part.prepared, Extras(part.bias, gate=weights.activation, limit=weights.shared_limit or 0.0))
     return weights.shared_down(hidden), None if weights.shared_gate is None else weights.shared_gate(x)
+
+
+def _gates_fuse(x: Tensor, weights: ExpertsWeights) -> bool:
+    """Whether the norm and the gates of the shared expert can be parts of its first product."""
+    up, plain = weights.shared_gate_up, weights.shared_gate is None and weights.shared_scale == 1.0
+    known = weights.activation in _GATES and weights.activation != "swiglu_oai"
+    return plain and known and up is not None and only_part(up, x) is not None
+
+
+def _normed_shared(x: Tensor, norm: Norm, weights: ExpertsWeights) -> Tensor:
+    """Output of a shared expert with an input norm of its own, in two launches for a single row."""
+    assert weights.shared_gate_up is not None and weights.shared_down is not None
+    part = only_part(weights.shared_gate_up, x)
+    assert part is not None
+    seen, norm_inside = centred(x, norm)
+    gates = Extras(part.bias, norm_inside, gate=weights.activation, limit=weights.shared_limit or 0.0)
+    return weights.shared_down(product(seen, part.prepared, gates))
 
 
 def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:

@@ -119,7 +119,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     known = weights.activation in _GATES and has_only(weights, _MLP, "norm", True)
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
-    seen, norm = _centred(x, weights.norm)
+    seen, norm = centred(x, weights.norm)
     first = Extras(gate_up.bias, norm, gate=weights.activation, limit=weights.limit or 0.0)
     hidden = product(seen, gate_up.prepared, first)
     if weights.hyper is not None:
@@ -144,7 +144,7 @@ def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Te
     if part is None or not has_only(weights, FUSED_HEAD, "norm", True):
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
-    x, norm = _centred(x, weights.norm)
+    x, norm = centred(x, weights.norm)
     product(x, part.prepared, Extras(part.bias, norm), out=logits)
     return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
 
@@ -225,7 +225,7 @@ def short_conv(
 
 def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     """The products of norm(x); for a single row, each norms x itself if all can."""
-    x, norm = _centred(x, norm)
+    x, norm = centred(x, norm)
     parts = [part for linear in linears for part in linear.parts]
     plain = all(linear.additions is None for linear in linears)
     fuses = plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
@@ -245,7 +245,7 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
     return x.add_(linear(rows)) if part is None else product(rows, part.prepared, Extras(part.bias, residual=x), out=x)
 
 
-def _centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+def centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
     """The input of a product and the norm that it can fuse: a LayerNorm, or one over groups, is a launch of its own."""
     return (x, norm) if norm is None or (norm.bias is None and norm.groups == 1) else (normed(x, norm), None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from localllm.kernels import experts as reference
 from localllm.kernels.dense_linear import REFERENCE
 from localllm.kernels.dequant import dequantize
-from localllm.kernels.layer_weights import ExpertsWeights, Linear, LinearPart, Norm
+from localllm.kernels.layer_weights import ApartNorms, ExpertsWeights, Linear, LinearPart, Norm
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import experts as triton_experts
@@ -141,6 +141,26 @@ def test_experts_chosen_by_token_id_stay_on_the_card(tokens: int, device: torch.
 def test_routed_and_shared_experts_have_limits_of_their_own(tokens: int, device: torch.device) -> None:
     made = mixture("limits", device)
     check(made, tokens, device, replace(made.plain, limit=None), replace(made.plain, shared_limit=None))
+
+
+@pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
+@pytest.mark.parametrize("activation", ["gelu_tanh", slow("swiglu_oai")])
+def test_each_may_have_norms_of_its_own(
+    activation: str, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Gemma 4: for the router, for the shared expert and behind both; the second is part of a product."""
+    norms = [Norm(torch.linspace(low, 1.5, HIDDEN).to(device), 1e-6) for low in (0.1, 0.3, 0.6, 0.8)]
+    given = {"apart": ApartNorms(*norms), "activation": activation, "post_norm": norms[0]}
+    made = Both(*(replace(one, **given) for one in mixture("logits", device)))
+    made = Both(*(replace(one, shared_scale=1.0) for one in made))
+    fused: list[int] = []
+    own = triton_experts._normed_shared
+    monkeypatch.setattr(triton_experts, "_normed_shared", lambda *given: fused.append(1) or own(*given))
+    turned = replace(norms[0], weight=norms[0].weight.flip(0))
+    names = ("shared", "after_shared", "after_experts")
+    wrong = [replace(made.plain, apart=replace(made.plain.apart, **{name: turned})) for name in names]
+    check(made, tokens, device, *wrong)
+    assert bool(fused) is (activation == "gelu_tanh" and tokens < 20)
 
 
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
