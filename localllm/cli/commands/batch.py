@@ -108,4 +108,4 @@ def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     where = "" if str(output) == "-" else f": {clean_line(str(output))}"
     env.console.say(f"{answered} answered{skipped}{failed} in {seconds_short(seconds)}{rate}{where}")
     if counts.failed or counts.failed_before:
-        env.console.say("the same command with --retry-failed sends those again that failed")
+        env.console.say("add --retry-failed to send the failed requests again")
