@@ -48,6 +48,8 @@ def quick_interpreter() -> Iterator[None]:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patched, numpy_type
     builder.options = replace(options, sanitize_overflow=False)
-    yield
-    interpreter._patch_lang, interpreter._get_np_dtype = patch, look_up
-    builder.options = options
+    try:
+        yield
+    finally:
+        interpreter._patch_lang, interpreter._get_np_dtype = patch, look_up
+        builder.options = options

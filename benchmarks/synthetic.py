@@ -372,10 +372,10 @@ class _Writer:
                 self.ngrams(base)
         else:
             self.norm(f"{base}.attn_norm")
-        if s.mamba_dim and (s.arch == "falcon-h1" or not self.kv_heads(layer)):
+        if s.arch == "falcon-h1":  # beside attention
             self.mamba(base)
         if not self.kv_heads(layer):
-            pass
+            self.mamba(base)
         elif s.full_every and (layer + 1) % s.full_every:
             (self.kimi_delta if s.latent else self.delta_rule)(base)
         elif s.latent:

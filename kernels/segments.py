@@ -50,7 +50,6 @@ from .layer_weights import (
     LayerCall,
     MambaWeights,
     MlpWeights,
-    Norm,
     Stepped,
     StreamWeights,
     View,
@@ -168,10 +167,6 @@ def experts(
     feed  replacement for the norm before a shared expert that has one of its own, and the expert
     """
     add = partial(add_output, rms_norm) if add is None else add
-
-    def normed_shared(x: Tensor, norm: Norm, weights: ExpertsWeights) -> Tensor:
-        return shared(norm_rows(rms_norm, x, norm), weights, activate)
-
     if ids is not None:
         mix = partial(mix, ids=ids)
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **OTHER_ACTIVATIONS}
@@ -187,8 +182,11 @@ def experts(
     else:
         out = total(mix(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
         out = norm_rows(rms_norm, out, own.after_experts)
-        given = total((feed or normed_shared)(x, own.shared, weights)).to(x.dtype)
-        out = add(out, given, own.after_shared)
+        if feed is None:
+            given = shared(norm_rows(rms_norm, x, own.shared), weights, activate)
+        else:
+            given = feed(x, weights, own.shared)
+        out = add(out, total(given).to(x.dtype), own.after_shared)
     if weights.hyper is not None:
         return out
     x = add(x, out, weights.post_norm)

@@ -182,17 +182,16 @@ class KVCache:
         self._all = tuple(layers.get(layer) for layer in range(count))
         first = count - num_drafting - len(entries)
         stored = dict(zip(entries, self._all[first : count - num_drafting], strict=True))
+
+        def whole(layer: int, kept: KVPages | StateSlots | None) -> LayerCache:
+            if not isinstance(kept, KVPages):
+                return kept
+            other = stored.get(layer)
+            kept_entries = CompressedPages(kept, other) if isinstance(other, KVPages) else kept
+            return PagesAndSlots(kept, second[layer]) if layer in second else kept_entries
+
         # the cache that each layer reads, in order
-        self.layers: tuple[LayerCache, ...] = tuple(
-            kept
-            if not isinstance(kept, KVPages)
-            else PagesAndSlots(kept, second[layer])
-            if layer in second
-            else CompressedPages(kept, other)
-            if isinstance(other := stored.get(layer), KVPages)
-            else kept
-            for layer, kept in enumerate(self._all[: num_layers or count])
-        )
+        self.layers = tuple(whole(*one) for one in enumerate(self._all[: num_layers or count]))
         self.predictor = self._all[num_layers or count : first]  # that of the MTP layer, if there is one
         self.drafting = self._all[count - num_drafting :]  # those of a drafter's layers
 

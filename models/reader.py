@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from localllm.quant.cut import columns_of, rows_of
 from localllm.quant.encode import Target, encode
 
 from .architectures import OpenModel, RopeFacts
-from .architectures.layers import ROUTERS, LayerFacts
+from .architectures.layers import ROUTERS, LayerFacts, Runs
 from .architectures.sharding import Cut, Shard, pieces
 from .packed import Packed, PackedPart
 from .ranks import Gathered, Ranks, Summed
@@ -60,6 +60,11 @@ class LoadOptions:
     ranks: Ranks | None = None  # set if several ranks load a part of the model each
 
 
+@lru_cache(maxsize=16)  # all layers of a model have the same
+def _row_factors(runs: Runs) -> Tensor:
+    return torch.cat([torch.full((rows,), factor) for rows, factor in runs])
+
+
 class Reader:
     """One load in progress: reads and prepares tensors, and records progress and the chosen implementations."""
 
@@ -81,7 +86,7 @@ class Reader:
         self._counted: set[str] = set()  # modules and single tensors already included in `done`
         self._scratch = torch.empty(0, dtype=torch.uint8)  # holds a weight's codes until they are repacked
         self._factors = {  # module -> float32 [N], by which its rows are multiplied
-            f"model.layers.{index}.{module}": torch.cat([torch.full((rows,), factor) for rows, factor in runs])
+            f"model.layers.{index}.{module}": _row_factors(runs)
             for index, layer in enumerate(shard.facts.layers)
             for module, runs in layer.factors
         }

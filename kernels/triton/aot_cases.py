@@ -510,7 +510,7 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             y, vector = _meta(torch.float32, tokens, 128, 64), _meta(torch.float32, 128 * 64)
             z, norm = _meta(dtype, tokens, 128 * 64), Norm(_meta(torch.float32, 128 * 64 // max(groups, 1)), 1e-5)
             call = partial(gated_groups, y, y, z, vector, (norm, vector) if groups else None, groups)
-            yield "mamba", f"gates of {groups} groups, {name}", call
+            yield "mamba", f"gates, norm of {groups} groups, {name}", call
     # single tokens; chunked prompts only on GPUs with tensor cores
     for count, name in ((1, ""), (512, " prompt"))[: 1 + (80 <= card.capability < AMD)]:
         for k_heads, heads, k_dim, dim in ((16, 48, 128, 128), (2, 4, 20, 24)):

@@ -41,14 +41,14 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights,
         return composed(x, weights, ids=ids)
     if x.shape[0] <= SMALL_TOKENS and x.is_contiguous() and weights.post_norm is None and _is_for_steps(x, weights):
         return _step(x, weights, ids)
-    feed = _normed_shared if weights.apart is not None and _gates_fuse(x, weights) else None
+    plain = weights.shared_gate is None and weights.shared_scale == 1.0
+    feed = _normed_shared if weights.apart is not None and plain and _gates_fuse(x, weights) else None
     return composed(x, weights, mix=mixture, ids=ids, add=add_normed, feed=feed)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
     """Whether `_step` supports all features of this layer."""
-    up, down = weights.shared_gate_up, weights.shared_down
-    if up is not None and down is not None and (weights.activation == "swiglu_oai" or not only_part(up, x)):
+    if weights.shared_gate_up is not None and not _gates_fuse(x, weights):
         return False
     return weights.activation in _GATES and has_only(weights, _STEP_FIELDS, "norm")
 
@@ -75,31 +75,30 @@ def _step(x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tens
     return x
 
 
-def _shared(x: Tensor, weights: ExpertsWeights) -> tuple[Tensor | None, Tensor | None]:
-    """Output of the shared expert and the logit of its gate, in the dtype of x; None if absent."""
+def _gates_fuse(x: Tensor, weights: ExpertsWeights) -> bool:
+    """Whether the activation of the shared expert can be part of its first product."""
+    up = weights.shared_gate_up
+    known = weights.activation in _GATES and weights.activation != "swiglu_oai"
+    return known and up is not None and only_part(up, x) is not None
+
+
+def _normed_shared(x: Tensor, weights: ExpertsWeights, norm: Norm) -> Tensor:
+    """Output of a shared expert without a gate, whose own input norm is part of its first product."""
+    output, _ = _shared(x, weights, norm)
+    assert output is not None
+    return output
+
+
+def _shared(x: Tensor, weights: ExpertsWeights, norm: Norm | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """Output of the shared expert of norm(x) and the logit of its gate, in the dtype of x; None if absent."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None, None
     part = only_part(weights.shared_gate_up, x)
     assert part is not None
-    hidden = product(x, part.prepared, Extras(part.bias, gate=weights.activation, limit=weights.shared_limit or 0.0))
+    seen, inside = centred(x, norm)
+    limit = weights.shared_limit or 0.0
+    hidden = product(seen, part.prepared, Extras(part.bias, inside, gate=weights.activation, limit=limit))
     return weights.shared_down(hidden), None if weights.shared_gate is None else weights.shared_gate(x)
-
-
-def _gates_fuse(x: Tensor, weights: ExpertsWeights) -> bool:
-    """Whether the norm and the gates of the shared expert can be parts of its first product."""
-    up, plain = weights.shared_gate_up, weights.shared_gate is None and weights.shared_scale == 1.0
-    known = weights.activation in _GATES and weights.activation != "swiglu_oai"
-    return plain and known and up is not None and only_part(up, x) is not None
-
-
-def _normed_shared(x: Tensor, norm: Norm, weights: ExpertsWeights) -> Tensor:
-    """Output of a shared expert with an input norm of its own, in two launches for a single row."""
-    assert weights.shared_gate_up is not None and weights.shared_down is not None
-    part = only_part(weights.shared_gate_up, x)
-    assert part is not None
-    seen, norm_inside = centred(x, norm)
-    gates = Extras(part.bias, norm_inside, gate=weights.activation, limit=weights.shared_limit or 0.0)
-    return weights.shared_down(product(seen, part.prepared, gates))
 
 
 def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:

@@ -25,7 +25,7 @@ from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, shown
 
 MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is under 20 MiB
 MAX_ENTRIES = 1 << 17  # limit for tensors and for keys; the largest models with one tensor per expert have 50,000
-MAX_STRINGS = 1 << 21  # in all arrays together: 0.1 s of scanning, 2 s where all are empty, 100 MB
+MAX_STRINGS = 1 << 21  # in all arrays together: 0.1 s of scanning, 1 s where all are empty, 100 MB
 MAX_STRING_BYTES = 16 << 20
 READ_BYTES = 1 << 20  # first read of the header
 LARGE = 1024  # strings of an array from which on it is a `StringArray`

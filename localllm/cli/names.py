@@ -148,15 +148,15 @@ def opened(resolved: Resolved, mmproj: str) -> Iterator[OpenModel]:
 
 def choice_of(resolved: Resolved) -> Choice:
     """The full name, valid in any folder, so that nothing is resolved twice; with the commit, if one was requested."""
-    name = str(resolved.path.absolute()) if resolved.kind == "path" and resolved.path else resolved.name
+    if resolved.kind == "path" and resolved.path is not None:
+        from localllm.hub.selection import quant_label
+
+        file = resolved.path.name
+        return Choice(str(resolved.path.absolute()), clean_line(file), quant=quant_label(file) or None)
+    name = resolved.name
     if resolved.kind == "hub" and resolved.repo and "@" in resolved.asked and "@" not in name:
         name = f"{name}@{resolved.revision}"
-    if resolved.kind != "path" or resolved.path is None:
-        return Choice(name, clean_line(resolved.name), resolved.revision or None, resolved.quant or None)
-    from localllm.hub.selection import quant_label
-
-    file = resolved.path.name
-    return Choice(name, clean_line(file), quant=quant_label(file) or None)
+    return Choice(name, clean_line(resolved.name), resolved.revision or None, resolved.quant or None)
 
 
 def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:

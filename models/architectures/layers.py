@@ -617,6 +617,7 @@ class LayerFacts:
 
     def mixing(self, hidden: int) -> int:
         """Values held per token while the mixers run, as `work` of each; while the second runs, queries stay alive."""
-        first, *others = (mixer.work(hidden) for mixer in self.mixers) if self.mixers else (0,)
-        queries = self.mixer.num_heads * self.mixer.head_dim if isinstance(self.mixer, Attention) else 0
-        return max([first, *(queries + other for other in others)])
+        first = 0 if self.mixer is None else self.mixer.work(hidden)
+        if self.second is None or not isinstance(self.mixer, Attention):
+            return first
+        return max(first, self.mixer.num_heads * self.mixer.head_dim + self.second.work(hidden))
