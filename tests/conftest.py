@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,7 +135,15 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("slow"):
+            test = item.nodeid.split("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/dxg").exists():
         for item in items:
             if item.get_closest_marker("gpu"):  # a keyword may be the name of a folder, too

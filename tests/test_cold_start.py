@@ -115,6 +115,7 @@ def test_torch_comes_without_what_nothing_needs_until_something_does() -> None:
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
+@pytest.mark.slow
 def test_another_torch_is_imported_whole() -> None:
     loaded_after(
         "import importlib.metadata as m; m.version = lambda name: '3.0.0'\n"

@@ -478,7 +478,7 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         (64, "fp8", 128, 4, 8, 16, ""),
         (512, "fp8", 128, 4, 8, 16, ""),
         (512, "int8", 64, 3, 3, 64, ""),
-        (1, native, 128, 5, 8, 16, "chunks"),
+        *((1, kv, 128, 5, 8, 16, "chunks") for kv in (native, "int8", "fp8")),
         (512, native, 128, 5, 8, 16, "chunks"),
     ):
         q, table = _meta(dtype, tokens, group * kv_heads, dim), _meta(torch.int32, 1, 2048 if tokens == 1 else 256)

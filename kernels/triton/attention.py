@@ -187,7 +187,7 @@ class _Step:
             LATE=not eight,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            registers=decode_registers(self.cap, self.format, self.dim, group),
+            registers=decode_registers(self.cap, self.format, self.dim, group, shared["CHUNKED"]),
             **shared,
             **merging,
         )

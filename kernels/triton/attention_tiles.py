@@ -107,7 +107,7 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 
 
 @cache
-def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
+def decode_registers(cap: int, kv_format: str, head_dim: int, group: int, chunked: bool = False) -> int:
     """Register limit per thread; 0 leaves it to the compiler, which prefers a spill to losing a warp of occupancy."""
     if kv_format not in SCALED_FORMATS:
         if cap in (86, 89) and 128 < head_dim <= 256 and columns_of(group) > 8:
@@ -120,6 +120,8 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
         return most if 80 <= cap < AMD else 0
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer, Triton 3.6 spills; for int8 it spills with 128
+    if cap == 90 and chunked:
+        return 168  # 16 bytes spill with 128 and 136; with 168 as many programs fit as with 136
     return 136 if cap in (90, 100) and kv_format == "int8" else 128
 
 

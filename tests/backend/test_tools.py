@@ -55,6 +55,7 @@ def answer(backend: InProcessBackend, messages: list[Message], tools: ToolUse | 
     return one
 
 
+@pytest.mark.slow
 def test_an_mcp_server_round_trips(backend: InProcessBackend, tools: Toolbox) -> None:
     tools.only = {"echo"}
     assert tools.offered is not None

@@ -67,6 +67,7 @@ def test_streams_are_counted_from_their_first_tokens() -> None:
     assert OurEngine(cast(LLM, SimpleNamespace(submit=submit))).decode([[1] * 8, [2] * 8], 4) == 50.0
 
 
+@pytest.mark.slow
 def test_a_peer_runs_the_same_tests_in_turns(llm: LLM) -> None:
     peer = Scripted()
     told: list[str] = []
@@ -164,6 +165,7 @@ def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> 
         child.wait()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("words", "told"), [((), None), (("--speculation", "ngram"), "speculation ngram")])
 def test_tokens_are_guessed_only_where_a_flag_asks(
     smollm2_path: Path, words: tuple[str, ...], told: str | None
@@ -181,6 +183,7 @@ def test_tokens_are_guessed_only_where_a_flag_asks(
     assert told in summary if told else "speculation" not in summary
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_saved_is_printed(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.cli.frame import logs
     from localllm.cli.frame.program import app

@@ -56,6 +56,7 @@ pool.refs[1] += 1; pool.check_integrity({}); print('still here')
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("options", "program"), [((), ENGINE), (("-O",), POOL)], ids=["engine", "without asserts"])
 def test_a_violated_invariant_ends_the_process(options: tuple[str, ...], program: str, tiny_path: Path) -> None:
     """With exit 3, also under `python -O`, which would compile all of torch again."""

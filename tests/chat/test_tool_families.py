@@ -240,6 +240,7 @@ def test_ling_thinks_unless_told_not_to(
     assert [(call["name"], call["arguments"]) for call in made.tool_calls] == [("now", "{}")]
 
 
+@pytest.mark.one_in(2)
 def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer) -> None:
     _, template, rules = family
     prompt = prompt_of(template, rules, tokenizer, [QUESTION])
@@ -266,6 +267,7 @@ def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer)
     assert finished >= 3
 
 
+@pytest.mark.one_in(2)
 def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokenizer: Tokenizer) -> None:
     """A model that writes calls as its template does is not led elsewhere, and its tokens are found in the cache."""
     name, template, rules = family

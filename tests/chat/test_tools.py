@@ -424,6 +424,7 @@ def test_nothing_is_lost(parts: list[tuple[str, dict[str, Any]]], last: str) -> 
     assert "".join(content.split()) == "".join("".join([*(words for words, _ in parts), last]).split())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*BY_NAME])
 @pytest.mark.parametrize("size", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_the_work_is_linear(name: str, size: int) -> None:

@@ -44,6 +44,7 @@ def test_plan_says_of_every_entry_whether_it_fits_and_agrees(invoke: Invoke, emp
             assert (row["decode_tps"]["value"], row["prefill_tps"]) == (plan["decode_tps"], plan["prefill_tps"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hw", HARDWARE)
 def test_it_recommends_what_the_other_places_do(invoke: Invoke, empty_home: Path, hw: str) -> None:
     planner = Planner(MACHINES[hw])
@@ -67,6 +68,7 @@ def test_two_families_contradict_each_other(invoke: Invoke, empty_home: Path) ->
     assert result.exit_code == 2 and "qwen and --family gemma contradict each other" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
     qwen = models(invoke, "Qwen")
     assert {row["family"] for row in qwen.values()} == {"qwen"}
@@ -78,6 +80,7 @@ def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path, u
     assert invoke("catalog", "--vram", "many").exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_table_says_why_not(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
     result = invoke("catalog", env={"LOCALLLM_FAKE_HW": "rtx4090"})
     assert result.exit_code == 0

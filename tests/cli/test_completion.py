@@ -70,6 +70,7 @@ FISH = {"_LOCALLLM_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "localllm
 FISH |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("env", [BASH, ZSH, FISH], ids=["bash", "zsh", "fish"])
 def test_a_shell_gets_what_typer_would_give(env: dict[str, str]) -> None:
     quick = process(env=env)
@@ -121,6 +122,7 @@ def test_the_actions_that_complete_are_those_there_are() -> None:
         assert tuple(value for value, _ in candidates([command], "") or ()) == actions
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("words", "value"),
     [

@@ -251,6 +251,7 @@ def test_every_error_of_the_program_is_on_the_page() -> None:
 FULL = [("ls", "--json"), ("run", "fake", "hi", "--json"), ("run", "fake", "hi"), ("nosuch", "--json")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("words", FULL, ids=" ".join)
 def test_a_full_disk_behind_stdout_is_an_error_with_a_name(words: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:

@@ -264,6 +264,7 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     assert "org/tiny" not in invoke("ls").stdout
 
 
+@pytest.mark.slow
 def test_pull_takes_only_the_files_that_are_wanted(invoke: Invoke, hub: str, empty_home: Path) -> None:
     (empty_home / "hub/org/tiny-GGUF/LICENSE").write_text("as is")
     whole = valid(invoke("pull", NAME, "-n", "--json").stdout, "pull-1")

@@ -218,6 +218,7 @@ def test_a_card_that_is_not_here(invoke: Invoke, home: Path) -> None:
     assert invoke("plan", "--vram", "many").exit_code == 2
 
 
+@pytest.mark.slow
 def test_batch_kv_quant_and_target(invoke: Invoke, empty_home: Path) -> None:
     one, many = (rows(invoke, "qwen3-8b", "--batch", n, "--ctx", "8k") for n in ("1", "16"))
     assert many[0]["batch"] == 16 and many[0]["pool_bytes"] > one[0]["pool_bytes"]
@@ -362,6 +363,7 @@ def test_measured_quality_is_said_for_the_formats_it_was_measured_with(invoke: I
     assert "KV int8" in said("--kv", "int8")[0] and said("--kv", "f32") == []
 
 
+@pytest.mark.slow
 def test_plain_terminals_get_plain_characters(invoke: Invoke, home: Path) -> None:
     from .conftest import process
 

@@ -54,6 +54,7 @@ def test_a_schema_says_whose_it_is(name: str) -> None:
         assert {"schema", "version"} <= set(value["required"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("words", "name"),
     [

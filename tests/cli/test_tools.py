@@ -31,6 +31,7 @@ def servers(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_every_call_is_asked_for_until_it_is_allowed(tmp_path: Path, servers: Path) -> None:
     line = Line(tmp_path, "--plain", "--mcp", str(servers))
     line.wait_for("/tools lists them, and every call needs your approval")

@@ -69,6 +69,7 @@ def test_a_pdf_bomb_is_refused_in_time(tmp_path: Path) -> None:
         read_document(file)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [

@@ -198,6 +198,7 @@ def test_layers_on_the_card_are_counted() -> None:
         assert found == (["R20"] if alarm else [])
 
 
+@pytest.mark.slow
 def test_a_large_log_is_read_in_time() -> None:
     """Patterns with room between their ends must not make a long log endless (the line is ten times what it takes)."""
     lines = [

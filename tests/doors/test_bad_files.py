@@ -35,6 +35,7 @@ def check(door: Door, path: Path, *named: str) -> None:
     assert error["context"]["file"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", GGUF)
 def test_bad_gguf(name: str, door: Door, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.gguf"
@@ -47,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_safetensors(tmp_path_factory.mktemp("st") / "model")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAFETENSORS)
 def test_bad_safetensors(name: str, door: Door, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(SAFETENSORS[name])
@@ -116,6 +118,7 @@ def test_the_list_shows_each_as_broken_and_goes_on(crowd: Path, door: Door) -> N
     assert f"{len(rows) - 2} more cannot run" in short.stderr
 
 
+@pytest.mark.slow
 def test_the_picker_shows_them_too(crowd: Path) -> None:
     from localllm import hub
     from localllm.backend.in_process import InProcessBackend
@@ -155,6 +158,7 @@ def base_kib(tmp_path_factory: pytest.TempPathFactory) -> int:
     return result.growth_kib
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("command", "name", "corpus"),
     [

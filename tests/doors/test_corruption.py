@@ -83,6 +83,7 @@ def run(door: Door, model: Path) -> int:
     return ran.code
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", FILES)
 def test_matrix(file: str, damage: str, whole: Path, door: Door, tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ BOMBS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_grows_or_never_ends_is_refused_once_and_for_all(
     name: str, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

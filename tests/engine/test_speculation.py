@@ -205,6 +205,7 @@ class LastTwo:
         return hidden
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "wishes", [{}, {"top_k": 4, "temperature": 0.7}, {"min_p": 0.2}], ids=["plain", "top-k", "min-p"]
 )

@@ -92,6 +92,7 @@ def test_a_listener_that_fails_at_once():
     assert ends_well(engine, request([1, 2, 3], max_tokens=150), lambda: engine.watch_pages(raises))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", ["page", "slot"])
 def test_no_room_for_what_was_stored(part, tmp_path):
     def start():

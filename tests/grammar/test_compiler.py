@@ -54,6 +54,7 @@ SCHEMAS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("vocabulary", ["smollm2", "spm", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_every_finished_answer_validates(vocabulary: str, name: str, request: pytest.FixtureRequest) -> None:
@@ -238,6 +239,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_costs_are_bounded(name: str, smollm2: Compiler) -> None:
     """Compiled or refused, in bounded time and memory; other threads run on; the first tokens are cheap too."""

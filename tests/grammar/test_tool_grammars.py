@@ -80,6 +80,7 @@ def check(calls: list[tuple[str, Any]]) -> None:
         assert schemas[name] or arguments == {}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("vocabulary", [pytest.param("smollm2", marks=pytest.mark.slow), "controlled"])
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_calls_are_valid(
     assert (most == 1) if one_only else (most > 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
 def test_one_call_where_one_is_wanted(tool_format: ToolFormat, smollm2: Compiler) -> None:
     for seed in range(4):

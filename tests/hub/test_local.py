@@ -357,6 +357,7 @@ SAMPLE = ("config.json", "model-00001-of-00002.safetensors", "m-Q4_0.gguf")
 EVERY = [*WHOLE, "m-Q4_0.gguf", "refs/main", "snapshot"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", [f if f in SAMPLE else pytest.param(f, marks=pytest.mark.slow) for f in EVERY])
 def test_damage_is_listed_and_repaired(fake_hub: FakeHub, empty_home: Path, file: str, damage: str) -> None:

@@ -433,6 +433,7 @@ def test_the_interface_names_what_the_library_has(compiled: None) -> None:
     assert isinstance(build.lib(), ctypes.CDLL) and build.lib().ll_abi() > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of this processor alone")
 @pytest.mark.parametrize("isa", [isa for isa in build.ISAS if not isa.startswith("neon")])
 def test_the_sources_of_every_instruction_set_are_right(isa: str) -> None:

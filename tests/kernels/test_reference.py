@@ -168,6 +168,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), SHAPES)
 @pytest.mark.parametrize("seen", [(None, None), (100, None), (None, 5.0), (7, 2.0), (50, None, True)])
 def test_attention_matches_dense_and_no_chunking_changes_a_bit(

@@ -51,7 +51,7 @@ def compare(llm, rows):
 
 
 def test_smollm2_gives_the_tokens_of_transformers(exact_smollm2):
-    compare(exact_smollm2, golden("smollm2")[:6])
+    compare(exact_smollm2, golden("smollm2")[:3])
 
 
 @pytest.mark.slow

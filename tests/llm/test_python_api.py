@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/python.md"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
+@pytest.mark.slow
 def test_the_page_on_python(smollm2_path: Path) -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert tried > 20 and not failed

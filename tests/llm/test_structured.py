@@ -40,6 +40,7 @@ def sampled(seed: int, **more: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": seed, "max_tokens": 200} | more))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 30))])
 def test_answers_validate(llm: LLM, seed: int) -> None:
     answer = llm.chat(ASK, sampled(seed, n=2), constraint=Constraint("json_schema", SCHEMA))
@@ -48,6 +49,7 @@ def test_answers_validate(llm: LLM, seed: int) -> None:
         jsonschema.validate(json.loads(one.text), SCHEMA)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 30))])
 def test_required_calls_are_valid(llm: LLM, seed: int) -> None:
     answer = llm.chat(ASK, sampled(seed), tools=ToolUse(TOOLS, "required"))
@@ -84,6 +86,7 @@ def test_forced_text_costs_no_steps(llm: LLM) -> None:
     assert llm.stats().num_steps - before <= 6 < answer.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_greedy_text_that_fits_anyway_stays_as_it_is(llm: LLM) -> None:
     """A mask takes away, and changes nothing where what the model says is allowed."""
     free = llm.chat(ASK, SamplingParams(temperature=0, max_tokens=40))

@@ -130,6 +130,7 @@ MANY = [(name, ordered, form) for name in NAMES for ordered in (False, True) for
 QUICK = [("gemma4-e2b", True, "graphs"), ("gemma4", False, "preempted"), ("gemma4-moe", False, "eager")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "ordered", "form"), [*QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case not in QUICK)]
 )
@@ -157,6 +158,7 @@ def test_drafts_match_transformers_and_change_no_token(
         assert list(drafts) == expected_drafts(target, one, ids, len(drafts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=slow)])
 def test_a_model_with_its_assistant_answers_the_same(
     ordered: bool, tiny: Callable, tiny_of: Callable, tmp_path: Path

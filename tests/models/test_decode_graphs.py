@@ -143,6 +143,7 @@ class Told:
         return Guess(tuple(found), 9) if found else None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -173,6 +174,7 @@ SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "ling3", "m
 SEVERAL += [("olmo-hybrid", True), ("qwen4-exp", True), ("glm5-next", True)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "device"),
     [("gemma3", True), ("qwen3.5", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SEVERAL)],
@@ -292,6 +294,7 @@ GRAPHS = ("qwen3", "qwen3.5", "lfm2", "nemotron-h", "falcon-h1", "gemma3", "mist
 AHEAD = ("qwen3", "qwen3.5", "glm5-next")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "ahead"),
     [*((name, False) for name in GRAPHS), *((name, True) for name in AHEAD)]

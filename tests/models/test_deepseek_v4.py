@@ -67,6 +67,7 @@ def wide(tiny_of: Callable, model: Any) -> Any:
     return tiny_of("deepseek_v4", given, 3)
 
 
+@pytest.mark.slow
 def test_as_the_hub_has_it(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
     """300 tokens: two entries of 128 tokens, and more entries of four than a query sees."""
     model, ids = wide(tiny_of, tiny(NAME)), prompt(300)
@@ -151,6 +152,7 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable,
     check_answers_stay(ours)
 
 
+@pytest.mark.slow
 def test_its_head_reads_no_page_that_left_the_window(
     tiny: Callable, tiny_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +247,7 @@ def test_a_mean_weighs_tokens_by_channel() -> None:
     torch.testing.assert_close(_mean(values, logits_), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "most"), [("bf16", 0.03), ("fp16", 0.004), ("int8", 0.05), ("fp8", 0.2)])
 def test_other_kv_formats_stay_close(kv: str, most: float, loaded: Callable, paged: Any) -> None:
     """Short sequences, so that rounded index keys cannot choose other entries; a long one runs."""

@@ -170,6 +170,7 @@ QUICK = [("qwen3", "graphs"), ("qwen3.5", "eager"), ("muse-glimmer", "preempted"
 MANY = [(name, form) for name in NAMES for form in FORMS]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "form"), [*QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case not in QUICK)]
 )

@@ -216,6 +216,7 @@ QUICK = [("qwen3", "graphs"), ("qwen3.5", "preempted")]
 MANY = [(name, form) for name in NAMES for form in FORMS]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "form"), [*QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case not in QUICK)]
 )
@@ -240,6 +241,7 @@ def test_drafts_match_transformers_and_change_no_token(name: str, form: str, tin
         assert list(drafts) == expected_drafts(target, one, ids, len(drafts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count", "options"),
     [

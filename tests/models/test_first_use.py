@@ -84,6 +84,7 @@ RECURRENT = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", [None, *WORDS])
 @pytest.mark.parametrize(("segment", "name"), RECURRENT)
 def test_a_wrong_recurrent_segment_is_caught(
@@ -118,6 +119,7 @@ def test_a_wrong_recurrent_segment_is_caught(
     torch.testing.assert_close(paged(model).all_logits(range(3, 30), [20]), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("fault", [None, state, another_slot])
 @pytest.mark.parametrize("segment", ["decoder", "step"])
 @pytest.mark.parametrize("name", ["qwen3.5", "ling3", "nemotron-h", "falcon-h1"])

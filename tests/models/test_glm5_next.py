@@ -59,6 +59,7 @@ def published(model: Any, folder: Path, **changes: Any) -> Path:
     return model.save(folder, text_config=text | changes)
 
 
+@pytest.mark.slow
 def test_as_the_hub_has_it(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     model, ids = tiny(NAME), prompt(60)
     folder = published(model, tmp_path / "published")
@@ -106,6 +107,7 @@ def with_head(model: Any) -> tuple[Any, Callable[[Tensor, Tensor], Tensor]]:
     return changed, run
 
 
+@pytest.mark.slow
 def test_its_mtp_head_predicts_as_transformers_modules_do(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     """From normed means of the streams, over more tokens than a query sees, in chunks; its files state it or not."""
     model, run = with_head(tiny(NAME))
@@ -126,6 +128,7 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(tiny: Callable, paged:
     assert relative_error(own_logits(ours, paged, ids, [70]), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_guesses_of_its_head_change_no_answer(tiny: Callable, tmp_path: Path) -> None:
     """Sampled and greedy, of prompts shorter and longer than what a query sees, eager and with replayed steps."""
     ours = loaded_head(with_head(tiny(NAME))[0], tmp_path)
@@ -203,6 +206,7 @@ def test_decays_without_a_bound(tiny: Callable, tiny_of: Callable, paged: Any, t
     assert relative_error(logits(path, paged, ids), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_experts_under_the_other_key(tiny: Callable, paged: Any, tmp_path: Path) -> None:
     model, ids = tiny(NAME), prompt(20)
     text = dict(model.config["text_config"])
@@ -338,6 +342,7 @@ def test_the_plan_counts_its_parameters_and_steps(tiny: Callable, tmp_path: Path
     assert on_cpu.fits and on_gpu.fits and on_gpu.graph_buckets == (1, 2, 4)
 
 
+@pytest.mark.slow
 def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "index_topk": 512, "index_head_dim": 32, "max_position_embeddings": 4096}
     config = tiny(NAME).config
@@ -357,6 +362,7 @@ def test_ranks_cannot_divide_it_and_the_hint_says_so(loaded: Callable) -> None:
     assert caught.value.hint == "use one GPU"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

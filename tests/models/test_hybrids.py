@@ -26,6 +26,7 @@ from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma3n", "gemma4-e2b", "gemma4-moe"]

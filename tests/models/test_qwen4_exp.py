@@ -156,6 +156,7 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(
     assert relative_error(paged(ours).all_logits(ids, [33]), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
     """Sampled and greedy, eager and with replayed steps; the states of n-grams and recurrent layers go back as well."""
     with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:
@@ -438,6 +439,7 @@ def test_decode_steps_run_where_nothing_can_be_read(loaded: Callable) -> None:
         assert sparse_attention(attention, torch.empty(2, 6, 8), attended, *where, chosen).shape == (2, 48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])
 def test_other_kv_formats_stay_close(kv: str, loaded: Callable, paged: Any) -> None:
     """Short sequences, so that rounded index keys cannot choose other blocks; a long one runs and differs little."""
@@ -536,6 +538,7 @@ def held_and_planned(driver: Any, ctx: int, rows: int = 512) -> tuple[int, int]:
     return made.most, activation_bytes(facts, rows, 4) + index_bytes(facts, rows, ctx)
 
 
+@pytest.mark.slow
 def test_no_step_needs_more_memory_than_planned(tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path) -> None:
     """A short text, whose worst moment is the convolution of the n-grams, and a long one, which chooses blocks."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "hc_count": 4, "ple_embed_dim": 64}

@@ -18,6 +18,7 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.quant import dequantize, load_weight
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama", "phi3", "muse-glimmer"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_model_matches_its_dense_form(
@@ -45,6 +46,7 @@ def test_a_quantized_model_matches_its_dense_form(
     assert len(ours.layers[0].mixer.qkv.parts) == (3 if (name, kind) == ("gptq", "llama") else 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["kimi-linear", pytest.param("ling3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantized_delta_layers_and_latents(name: str, kind: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from localllm.plan.choices import model_choices
 from localllm.plan.planner import Planner
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["rtx5070ti", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx3060", "rtx5090", "h100"))]
 )
@@ -33,6 +34,7 @@ def test_rows_are_what_pull_would_take(empty_home: Path, name: str) -> None:
     assert not large.fits or large.have_bytes > 40 << 30
 
 
+@pytest.mark.slow
 def test_other_formats_of_a_model_are_offered_beside_it(empty_home: Path) -> None:
     rows = {row.name: row for row in model_choices(Planner(MACHINES["rtx5090"]))}
     for row in rows.values():
@@ -64,6 +66,7 @@ def test_a_fine_tune_is_another_model(name: str, model: str) -> None:
     assert choices._model_of(row, {"qwen38b": []}) == model
 
 
+@pytest.mark.slow
 def test_a_smaller_window_needs_less(empty_home: Path) -> None:
     machine = MACHINES["rtx5090"]
     wide = {row.name: row for row in model_choices(Planner(machine))}

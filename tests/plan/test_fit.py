@@ -54,6 +54,7 @@ def test_configurations_explain_parameters_and_what_is_kept(candidate: catalog.C
     assert bool(expert_counts(facts)[0]) is ("(experts)" in candidate.title)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("family", ["qwen", "gemma", "llama", "smollm"])
 def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
@@ -183,6 +184,7 @@ def test_the_newer_of_equals_is_taken() -> None:
         assert made is not None and made.best.model.released >= "2025-01"
 
 
+@pytest.mark.slow
 def test_one_noisy_bench_changes_no_choice(tmp_path: Path) -> None:
     """A machine that was busy, or a clock that ran free: the shown pace follows, the choice does not."""
     for hw in ("rtx4090", "cpu"):
@@ -201,6 +203,7 @@ def test_one_noisy_bench_changes_no_choice(tmp_path: Path) -> None:
         assert hw == "cpu" or made.best.model != calm.best.model  # a mixture that reads little is the best at any pace
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "hw", ["rtx5070ti", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx3060", "rtx4090", "gb10"))]
 )
@@ -245,6 +248,7 @@ def test_a_slow_machine_gets_a_model_it_can_run() -> None:
     assert choice is not None and choice.best.name == "ministral3-3b"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hw", "wanted"),
     [("rtx4090", "qwen3-14b"), ("cpu", "qwen3-8b"), pytest.param("rtx4060", "qwen3-8b", marks=pytest.mark.slow)],
@@ -271,6 +275,7 @@ def test_a_chat_without_a_name_takes_what_home_offers_first(
     assert here is not None and here.best.model.name == rows[0].name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("machine", ["cpu-small", "rtx4060"])
 def test_no_part_of_a_plan_is_less_than_nothing(machine: str) -> None:
     planner = Planner(MACHINES[machine])

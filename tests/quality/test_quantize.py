@@ -46,6 +46,7 @@ def scores(path: Path, ids: list[int], **options: Any) -> np.ndarray:
         return llm.score(ids)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", GROUP_SIZES)
 def test_the_result_computes_nearly_the_same_here_and_the_same_in_transformers(
     source: Path, tmp_path: Path, name: str

@@ -1,6 +1,7 @@
 """The application over a tiny random model: in process, and behind real connections."""
 
 import asyncio
+import importlib
 import inspect
 import json
 import os
@@ -43,6 +44,12 @@ def _arguments(item):
     """The fixtures that a test names."""
     given = getattr(getattr(item, "callspec", None), "params", {})
     return {name for name in inspect.signature(item.function).parameters if name not in given}
+
+
+@pytest.fixture(scope="session")
+def anthropic():
+    """The SDK. It has 3,000 modules, so that only tests that use it import it."""
+    return importlib.import_module("anthropic")
 
 
 @pytest.fixture(scope="session")

@@ -254,6 +254,7 @@ BURSTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "count", "queue"), BURSTS)
 def test_a_burst_beyond_the_queue(pool, tiny_llm, rounds, count, queue):
     """Exactly as many as fit are answered, all others are refused quickly and told when to come again."""

@@ -131,6 +131,7 @@ async def ended(service, number):
     stream.abort()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase", [queued, compiled, prefilled, began, streamed, ended])
 async def test_who_leaves_in_any_phase(roomy, roomy_llm, phase, times):

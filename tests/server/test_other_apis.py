@@ -7,7 +7,6 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
-import anthropic
 import httpx2
 import numpy as np
 import openai
@@ -316,7 +315,7 @@ def test_the_store_forgets_the_oldest():
 
 
 @pytest.fixture
-async def claude(service):
+async def claude(anthropic, service):
     transport = httpx2.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
     client = httpx2.AsyncClient(transport=None if DOOR else transport)
     address = DOOR or "http://127.0.0.1:8000"
@@ -366,7 +365,7 @@ def test_anthropic_effort_is_told_to_the_template():
     assert kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
 
 
-async def test_anthropic_errors_are_its_own(claude, client, make_client):
+async def test_anthropic_errors_are_its_own(anthropic, claude, client, make_client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.messages.create(model="other", max_tokens=8, messages=HELLO)
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -381,7 +380,7 @@ async def test_anthropic_errors_are_its_own(claude, client, make_client):
         assert (await locked.post(MESSAGES, json=sent, headers={"x-api-key": "secret-key"})).status_code == 200
 
 
-async def test_anthropic_errors_of_a_route_that_openai_has_too(claude, client):
+async def test_anthropic_errors_of_a_route_that_openai_has_too(anthropic, claude, client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.models.retrieve("other")
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "not_found_error"

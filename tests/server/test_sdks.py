@@ -3,7 +3,6 @@
 import json
 from typing import Literal
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -47,7 +46,7 @@ def sdk(url):
 
 
 @pytest.fixture
-def claude(url):
+def claude(anthropic, url):
     with anthropic.Anthropic(api_key="x", base_url=url, max_retries=0) as sdk:
         yield sdk
 
@@ -162,7 +161,7 @@ def test_anthropic_parses(claude):
     assert isinstance(made.parsed_output, Choice)
 
 
-def test_anthropic_raw_responses(claude):
+def test_anthropic_raw_responses(anthropic, claude):
     raw = claude.messages.with_raw_response.create(**MESSAGE | {"max_tokens": 4}, extra_headers={"X-Request-Id": "m-3"})
     assert raw.headers["x-request-id"] == "m-3" and raw.parse().usage.output_tokens == 4
     raw = claude.messages.with_raw_response.count_tokens(model="tiny", messages=GO)
@@ -172,7 +171,7 @@ def test_anthropic_raw_responses(claude):
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
-async def test_anthropic_async_calls_and_parses(url):
+async def test_anthropic_async_calls_and_parses(anthropic, url):
     async with anthropic.AsyncAnthropic(api_key="x", base_url=url) as claude:
         made = await claude.messages.parse(**MESSAGE, output_format=Choice)
         assert isinstance(made.parsed_output, Choice)

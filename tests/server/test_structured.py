@@ -3,7 +3,6 @@
 import json
 from typing import Literal
 
-import anthropic
 import httpx
 import httpx2
 import jsonschema
@@ -472,7 +471,7 @@ async def test_the_sdk_parses(roomy):
         assert isinstance(made.choices[0].message.tool_calls[0].function.parsed_arguments, Point)
 
 
-async def test_the_tool_runner_of_anthropic_sends_the_whole_conversation(roomy):
+async def test_the_tool_runner_of_anthropic_sends_the_whole_conversation(anthropic, roomy):
     """It asks for a thread first, and would send only what is new to a server that ignores that."""
     seen = []
 

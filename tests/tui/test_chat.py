@@ -120,6 +120,7 @@ async def test_scrolled_up_stays_and_end_follows_again() -> None:
         await running.pilot.press("escape")
 
 
+@pytest.mark.slow
 async def test_a_full_context_asks_what_to_leave_out() -> None:
     async with chat() as running:
         await running.ready()
@@ -172,6 +173,7 @@ async def test_loading_fails_with_its_fixes_and_the_screen_lives(model: str, say
         assert running.prompt.text == "hello?"  # nothing typed is lost
 
 
+@pytest.mark.slow
 async def test_a_base_model_points_to_run() -> None:
     async with chat(model="fake-base") as running:
         await running.until(lambda: running.screen.phase == "failed")
@@ -244,6 +246,7 @@ def test_the_title_line_says_what_memory_is_held() -> None:
     assert memory_meter(Facts(device="cpu")) == ""
 
 
+@pytest.mark.slow
 async def test_the_memory_stands_in_wide_title_lines_only() -> None:
     async with chat() as running:
         await running.ready()
@@ -510,6 +513,7 @@ async def test_the_settings_know_the_themes_there_are() -> None:
         load_config({"ui.theme": "localllm-drak"})
 
 
+@pytest.mark.slow
 async def test_no_color_is_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with chat() as running:
@@ -610,6 +614,7 @@ async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
         await running.until(lambda: "expected" not in running.text("#engine-text"))
 
 
+@pytest.mark.slow
 async def test_a_long_message_of_the_program_is_read_in_the_transcript() -> None:
     async with chat(size=(60, 20)) as running:
         await running.ready()

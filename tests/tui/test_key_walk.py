@@ -117,6 +117,7 @@ async def walked(
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES[1:2])
 async def test_any_keys_lead_back_to_the_prompt(
     size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(file: Path) -> None:
     load_times.add("a", 1.0)
 
 
+@pytest.mark.slow
 async def test_the_second_load_says_how_long_it_may_take(file: Path) -> None:
     async with chat(load_s=0.1) as running:
         await running.ready()
@@ -67,6 +68,7 @@ async def test_bytes_are_said_as_such(file: Path) -> None:
         assert card.current() == "KV cache 3/8"
 
 
+@pytest.mark.slow
 async def test_a_download_has_a_bar_and_loading_has_none(file: Path) -> None:
     async with chat(model="fake-slow", load_s=60) as running:
         await running.until(lambda: running.screen.query(LoadCard))

@@ -154,6 +154,7 @@ async def test_a_list_with_code_in_it_keeps_its_code_block() -> None:
         assert app.query_one(Fence).code == "x = 1"
 
 
+@pytest.mark.slow
 async def test_clicking_the_line_above_code_copies_it() -> None:
     async with chat() as running:
         await running.ready()
@@ -190,6 +191,7 @@ def test_formulas_keep_their_backslashes_and_stars(text: str, shown: str) -> Non
     assert "".join(part.content for part in block.children or ()) == shown
 
 
+@pytest.mark.slow
 async def test_every_column_of_a_table_is_seen_beside_a_word_wider_than_the_screen() -> None:
     app = Host()
     async with app.run_test(size=(40, 30)) as pilot:
@@ -212,6 +214,7 @@ async def test_html_and_reference_lines_do_not_vanish() -> None:
         assert "<think>" in shown and "http://example.org" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "background", "keyword"),
     [("xcode", "#ffffff", "#a90d91"), pytest.param("monokai", "#272822", "#66d9ef", marks=pytest.mark.slow)],

@@ -132,6 +132,7 @@ async def test_a_wide_terminal_shows_the_chats_by_itself(tmp_path: Path) -> None
         assert running.app.focused is running.prompt
 
 
+@pytest.mark.slow
 async def test_a_long_chat_opens_with_few_widgets_and_earlier_turns_come_back(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     name = long_chat(path, 500)
@@ -313,6 +314,7 @@ async def test_home_shows_the_row_under_the_cursor_in_a_small_window(size: tuple
         await running.until(is_seen)
 
 
+@pytest.mark.slow
 async def test_the_table_of_models_shows_the_row_under_the_cursor_in_a_small_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,6 +340,7 @@ async def test_the_table_of_models_shows_the_row_under_the_cursor_in_a_small_win
         await running.until(lambda: rows[-1].name in seen())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("size", "columns", "status"),
     [
@@ -379,6 +382,7 @@ async def test_parameters_say_who_recommends_them(size: tuple[int, int], monkeyp
         await running.until(lambda: any("0.6 (card of Qwen3 2507 Thinking)" in line for line in running.drawn))
 
 
+@pytest.mark.slow
 async def test_parameters_can_be_typed_at_once() -> None:
     sampling: dict[str, object] = {"temperature": 0.5}
     async with chat(sampling=sampling, presets={"short": Preset()}) as running:  # type: ignore[arg-type]
@@ -464,6 +468,7 @@ async def test_the_palette_finds_commands_chats_and_models(tmp_path: Path) -> No
         await running.until(lambda: running.screen.query_one(EnginePanel).display)
 
 
+@pytest.mark.slow
 async def test_keys_can_be_bound_another_way() -> None:
     keys = {"chat.new": "ctrl+y", "models.open": "f8", "app.halp": "f1"}
     async with chat(keys=keys) as running:

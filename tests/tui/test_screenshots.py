@@ -14,6 +14,7 @@ assert set(SCENES) == {"chat", "engine", "models", "home"}
 SCREENS = Path(__file__).resolve().parents[2] / "docs/screens"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["chat", "engine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("models", "home"))]
 )

@@ -109,6 +109,7 @@ async def test_a_refused_call_is_told_to_the_model(servers: Servers) -> None:
         assert [tool["function"]["name"] for tool in running.screen.session.tools.offered.tools] == ["long", "hang"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", ["escape", pytest.param("ctrl+c", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("answers", [False, True])
 async def test_a_call_can_be_stopped(servers: Servers, key: str, answers: bool) -> None:

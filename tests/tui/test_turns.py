@@ -55,6 +55,7 @@ async def test_an_answer_is_saved_before_it_is_drawn_to_the_end(
         assert history.messages(kept.id)[-1].content == "the whole answer"
 
 
+@pytest.mark.slow
 async def test_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:
     async with chat(path=tmp_path / "chats.db") as running:
         await running.ready()
@@ -88,6 +89,7 @@ async def test_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path
         assert all(m.status == "stop" for m in messages if m.role == "assistant")
 
 
+@pytest.mark.slow
 async def test_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with chat() as running:
@@ -244,6 +246,7 @@ async def test_a_larger_window_is_loaded_and_the_message_sent() -> None:
         assert running.backend.started[-1] == ("fake", {"ctx": 72})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("key", "asked"),
     [("c", "abcm"), ("n", "cm")]
@@ -372,6 +375,7 @@ async def test_another_model_in_the_middle_keeps_the_conversation() -> None:
         assert "fake-download" in running.text("#model")
 
 
+@pytest.mark.slow
 async def test_another_model_during_an_answer_stops_it_and_takes_what_is_queued(tmp_path: Path) -> None:
     async with chat(tps=50, path=tmp_path / "chats.db") as running:
         await running.ready()

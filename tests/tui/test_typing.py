@@ -52,6 +52,7 @@ async def test_a_terminal_that_was_too_small_for_a_while_keeps_keys_and_draft() 
         assert running.prompt.text == "abc"
 
 
+@pytest.mark.slow
 async def test_nothing_is_drawn_next_to_the_words_that_the_terminal_is_too_small() -> None:
     async with chat() as running:
         await running.ready()

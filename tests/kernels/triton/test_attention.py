@@ -156,6 +156,7 @@ WANTS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wants", some(WANTS, (6, 8)), ids=str)
 def test_decode_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
     check(replace(DECODE, **wants), device)
@@ -176,6 +177,7 @@ def test_prefill_formats(kv_format: str, device: torch.device, small_splits: Non
     check(replace(PREFILL, kv_format=kv_format), device)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wants", some(WANTS, (6, 8)), ids=str)
 def test_prefill_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
     check(replace(PREFILL, **wants), device)
@@ -234,6 +236,7 @@ def test_batches_change_no_bit(window: int | None, device: torch.device, small_s
             assert torch.equal(result, whole[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", some([None, 50], (1,)))
 def test_by_token_no_chunk_changes_a_bit(window: int | None, device: torch.device, small_splits: None) -> None:
     """A sequence's queries in one chunk, in pieces, and one after the other as in decoding, across a split's end."""

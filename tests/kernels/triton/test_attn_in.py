@@ -73,6 +73,7 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     assert torch.equal(found.v != 0, expected.v != 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("num_tokens", "kind", "kv_format"),
     [
@@ -109,6 +110,7 @@ def test_heads_of_gemma4(num_tokens: int, kind: str, kv_format: str, device: tor
     assert bool(found.v.float().any()) == (kind != "reads_only")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kv_format", ["fp16", "int8", "fp8"])
 def test_values_shorter_than_keys(kv_format: str, device: torch.device) -> None:
     """The pages hold zeros after them, which attention's result does not have."""
@@ -152,6 +154,7 @@ def test_keys_and_values_alone(num_tokens: int, device: torch.device) -> None:
     assert torch.equal(found.v != 0, expected.v != 0) and int(found.v.ne(0).any(-1).sum()) == num_tokens
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("num_tokens", "gate", "softplus", "norm", "half", "interleaved", "kv_format"),
     [
@@ -203,6 +206,7 @@ def test_gates(
     torch.testing.assert_close(out, right, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_blocks_with_hyper_connections(device: torch.device) -> None:
     """Whose input is normed already, with an index of what to see or not."""
     weights = replace(weights_of(True, False, 1, device, "queries"), norm=None, hyper=object(), index=object())

@@ -20,6 +20,7 @@ from .test_latent import SLOW
 IMPL = next(impl for impl in implementations("linear") if impl.name == "triton")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ratio", "kv_format", "lengths"),
     [
@@ -61,6 +62,7 @@ def test_the_segment(
     assert compare(ours[alike].float(), theirs[alike].float(), 4e-3 if kv_format == "fp16" else 2e-2) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [4, pytest.param(32, marks=SLOW)])
 def test_no_chunk_changes_a_bit_of_a_token(ratio: int, device: torch.device) -> None:
     """A prompt at once, and its last token alone after the others."""
@@ -77,6 +79,7 @@ def test_no_chunk_changes_a_bit_of_a_token(ratio: int, device: torch.device) -> 
         assert float((own.float() - other.float()).abs().max()) < 0.01
 
 
+@pytest.mark.slow
 def test_several_tokens_of_a_sequence_take_rows_of_their_own(device: torch.device) -> None:
     """As draft tokens do in captured steps: each row is a sequence, and its entries are made of those before it."""
     torch.manual_seed(7)

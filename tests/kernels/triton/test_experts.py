@@ -116,18 +116,21 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 def test_the_first_norm_may_be_a_layer_norm(device: torch.device) -> None:
     made = mixture("in kernels", device)
     norm = replace(made.ours.norm, bias=torch.linspace(-1.0, 1.0, HIDDEN).to(device))
     check(Both(replace(made.ours, norm=norm), replace(made.plain, norm=norm)), 1, device, made.plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
 @pytest.mark.parametrize("kind", [kind if kind in ("in kernels", "inputs") else slow(kind) for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
     check(mixture(kind, device), tokens, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, slow(2), 20])
 def test_experts_chosen_by_token_id_stay_on_the_card(tokens: int, device: torch.device) -> None:
     table = torch.rand(30, EXPERTS).argsort(1)[:, :TOP_K].to(device)
@@ -137,12 +140,14 @@ def test_experts_chosen_by_token_id_stay_on_the_card(tokens: int, device: torch.
     check(hashed, tokens, device, made.plain, replace(hashed.plain, table=table.flip(0)), ids=ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, slow(20)])
 def test_routed_and_shared_experts_have_limits_of_their_own(tokens: int, device: torch.device) -> None:
     made = mixture("limits", device)
     check(made, tokens, device, replace(made.plain, limit=None), replace(made.plain, shared_limit=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
 @pytest.mark.parametrize("activation", ["gelu_tanh", slow("swiglu_oai")])
 def test_each_may_have_norms_of_its_own(
@@ -163,6 +168,7 @@ def test_each_may_have_norms_of_its_own(
     assert bool(fused) is (activation == "gelu_tanh" and tokens < 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
 def test_with_hyper_connections_nothing_is_added(tokens: int, device: torch.device) -> None:
     made = Both(*(replace(one, norm=None, hyper=object()) for one in mixture("in kernels", device)))

@@ -68,6 +68,7 @@ def mixed_of(hidden: int, count: int, device: torch.device) -> MixedWeights:
     return MixedWeights(count, *(part.to(device) for part in (fn, base, scale)), rounds=20, eps=1e-6, norm_eps=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("hidden", "count"), [(45, 4), (300, 2), pytest.param(1000, 8, marks=SLOW)])
 def test_streams_are_mixed(hidden: int, count: int, dtype: torch.dtype, device: torch.device) -> None:

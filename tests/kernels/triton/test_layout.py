@@ -24,6 +24,7 @@ def shapes(form: str) -> list[tuple[int, int]]:
 QUICK = ("dense-f32", *FORMS[::3])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "form", [*QUICK, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form not in QUICK)]
 )

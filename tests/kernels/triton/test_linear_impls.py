@@ -115,6 +115,7 @@ def test_one_order_of_sums_needs_tensor_cores() -> None:
 COMPARED = [name for name in FORMS if not name.startswith("gguf-Q3")][::3]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "form", [name if i % 4 == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(COMPARED)]
 )
@@ -129,6 +130,7 @@ def test_implementations_agree_with_the_reference(form: str, device: torch.devic
         assert y.dtype is torch.bfloat16 and error(y, exact_product(x, weight) + bias) < CLOSE
 
 
+@pytest.mark.slow
 def test_triton_is_loaded_by_a_card_alone() -> None:
     code = """if True:
         import sys

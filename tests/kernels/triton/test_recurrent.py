@@ -85,6 +85,7 @@ def test_causal_conv(lengths: list[int], device: torch.device) -> None:
     compare(recurrent.causal_conv, plain.causal_conv, of_conv(lengths, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [10, *(pytest.param(width, marks=SLOW) for width in (2, 3, 20))])
 def test_causal_conv_of_other_widths(width: int, device: torch.device) -> None:
     """10: four taps, three tokens apart, as n-gram embeddings have; 20: longer than a tile."""

@@ -76,6 +76,7 @@ QUICK = [("bf16", False, False), ("int8", False, True), ("fp8", True, False)]
 MANY = [(*kind, gated) for kind in KINDS for gated in (False, True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("by_token", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("ratio", [4, *(pytest.param(ratio, marks=SLOW) for ratio in (1, 2, 8, 16))])
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_queries_see_the_chosen_blocks(
         assert compare(sparse_attention(ours, *given, chosen), wanted, tolerance) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["int8", pytest.param("bf16", marks=SLOW)])
 def test_the_queries_of_a_prompt_run_in_slices(
     kv_format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

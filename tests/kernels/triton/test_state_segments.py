@@ -138,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_token", [pytest.param(True, marks=SLOW), False])
 @pytest.mark.parametrize(("kind", "lengths"), CASES)
 def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: torch.device) -> None:

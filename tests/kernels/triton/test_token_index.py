@@ -68,6 +68,7 @@ def test_queries_with_pages_of_their_own(heads: int, dim: int, device: torch.dev
 SHAPES = ModelShapes(44, 70, OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["index_write", "index_pool", "index_scores", "choose_blocks"])
 def test_ops_agree_with_their_references(op: str, device: torch.device) -> None:
     """As on the user's card: long and short sequences, equal scores, blocks begun and completed in one step; scores of
@@ -77,6 +78,7 @@ def test_ops_agree_with_their_references(op: str, device: torch.device) -> None:
     assert op_error(op, getattr(ours, op), shapes) == ""
 
 
+@pytest.mark.slow
 def test_more_scores_than_a_program_reads_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal scores in several tiles, of which only some are chosen, scores below 0, and -0, which is 0."""
     monkeypatch.setattr(ours, "CHOICE", 64)
