@@ -263,6 +263,7 @@ async def test_the_interface_says_where_it_is_computed(url: str) -> None:
     backend.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("asks", [True, False])
 async def test_a_model_is_loaded_again_when_its_server_has_gone(server: ThreadingHTTPServer, asks: bool) -> None:
     from localllm.backend.placed import Place, PlacedBackend

@@ -88,6 +88,7 @@ def test_a_peer_runs_the_same_tests_in_turns(llm: LLM) -> None:
     assert result.rss_anon_bytes > 50 << 20 < result.peak_rss_bytes
 
 
+@pytest.mark.slow
 def test_a_test_that_does_not_fit_says_what_would(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="512") as caught:
         run_bench(llm, BenchOptions(prompt_tokens=500, output_tokens=20))

@@ -209,6 +209,7 @@ def test_closed_standard_streams_end_without_a_traceback() -> None:
         assert b"Traceback" not in run.stdout + run.stderr
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "env", [{"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"HOME": "/nowhere"}]
 )

@@ -131,6 +131,7 @@ def test_without_names_what_is_here_and_what_could_be(invoke: Invoke, home: Path
     assert "FIRST TOKEN" in result.stdout
 
 
+@pytest.mark.slow
 def test_what_matters_is_on_narrow_terminals(invoke: Invoke, empty_home: Path) -> None:
     """A row for each model, the one to take on top; the context that fits is shown, the download is not."""
     env = {"LOCALLLM_FAKE_HW": "rtx4060", "COLUMNS": "80"}

@@ -140,6 +140,7 @@ def test_what_the_engine_cannot_read_is_refused(engine: str, hw: str, model: str
     assert error.value.hint.startswith("localllm doctor --for ")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hw", [*PROFILES, "rtx4060"])
 @pytest.mark.parametrize("engine", engine_names())
 def test_what_is_suggested_can_start(engine: str, hw: str) -> None:

@@ -129,6 +129,7 @@ def test_the_picker_shows_them_too(crowd: Path) -> None:
     assert all(c.reason for c in choices if not c.supported)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_name_is_repaired_by_that_name(crowd: Path, door: Door) -> None:
     for words in (("show", "many/data_cut"), ("run", "many/data_cut", "hi"), ("plan", "many/data_cut")):
         what, hint = refused(door(*words))

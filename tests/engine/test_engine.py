@@ -463,6 +463,7 @@ def test_abort_in_every_phase(turns):
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
+@pytest.mark.one_in(3)
 def test_random_faults_leak_nothing():
     rng = random.Random(4)
 

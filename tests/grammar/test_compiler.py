@@ -482,6 +482,7 @@ def test_what_was_compiled_is_kept(smollm2: Compiler, monkeypatch: pytest.Monkey
     )
 
 
+@pytest.mark.slow
 def test_the_child_comes_back(smollm2: Compiler) -> None:
     assert refusal(smollm2, "regex", "first") is None
     pid = shared_child().pid

@@ -84,6 +84,7 @@ def in_c(x: Tensor, weights: ExpertsWeights) -> Tensor:
     return cpu.experts(composed, x.clone(), weights)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_c_computes_what_the_composed_segment_does(kind: str, codes: bool) -> None:

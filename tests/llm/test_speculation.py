@@ -45,7 +45,8 @@ WISHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["greedy", *(pytest.param(n, marks=pytest.mark.slow) for n in list(WISHES)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WISHES)
 def test_text_that_repeats_is_the_same_in_fewer_steps(pair, name):
     off, on = pair
     before = on.stats()

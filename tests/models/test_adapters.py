@@ -95,6 +95,7 @@ def merged_logits(tiny: Any, paged: Any, folder: Path, merged: Mapping[str, Tens
         return paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [len(ids)])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["plain", "rs", "dora"])
 def test_an_adapter_gives_what_its_merged_weights_give(
     kind: dict, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path

@@ -301,6 +301,7 @@ def test_gguf_is_the_same_assistant(name: str, tiny: Callable, tiny_of: Callable
     assert torch.equal(packed.before(both), whole.before(both))
 
 
+@pytest.mark.slow
 def test_a_drafter_next_to_a_gguf_model_drafts_by_itself(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
     one = tiny("gemma4-e2b")
     path = write_gguf(tmp_path / "tiny.gguf", one.config, one.tensors, gguf.GGMLQuantizationType.F32)

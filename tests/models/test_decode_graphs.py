@@ -290,7 +290,7 @@ def test_a_model_with_states_has_slots_for_those_before_guesses(loaded: Callable
     assert engine._pages.slots is not None and engine._pages.slots.num_pages == made.num_slots == 4 * 3 + 1
 
 
-GRAPHS = ("qwen3", "qwen3.5", "lfm2", "nemotron-h", "falcon-h1", "gemma3", "mistral", "qwen4-exp", "glm5-next")
+GRAPHS = ("qwen3", "qwen3.5", "falcon-h1", "glm5-next", "lfm2", "gemma3", "mistral", "nemotron-h", "qwen4-exp")
 AHEAD = ("qwen3", "qwen3.5", "glm5-next")
 
 

@@ -124,6 +124,7 @@ def with_head(tiny_of: Callable, model: Any, folder: Path) -> tuple[Any, Path, C
     return six, as_on_the_hub(six, folder, tensors, num_hidden_layers=5), run
 
 
+@pytest.mark.slow
 def test_its_mtp_head_predicts_as_transformers_modules_do(
     tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
 ) -> None:

@@ -215,6 +215,7 @@ def test_experts_under_the_other_key(tiny: Callable, paged: Any, tmp_path: Path)
     assert relative_error(logits(folder, paged, ids), model.logits(ids)) < 1e-4
 
 
+@pytest.mark.slow
 def test_decode_steps_choose_without_reading_a_gpu_back(
     loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,6 +252,7 @@ def limited(pictured: Pictured, tmp_path_factory: pytest.TempPathFactory) -> Gri
     return facts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [(20, 30), (301, 77), (77, 301), (64, 64), (5, 900), (1200, 900), (3, 2)])
 def test_images_are_resized_as_by_the_processor(size: tuple[int, int], limited: GridFacts) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -313,6 +314,7 @@ def test_the_plan_counts_the_tower_and_the_largest_image(pictured: Pictured, tmp
     assert dict(plan.work_terms)["image"] == facts.vision.work > 4 * MAX_IMAGE_TOKENS * 4 * 6 * 24
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "key"),
     [

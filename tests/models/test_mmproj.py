@@ -40,6 +40,7 @@ def loaded(path: Path, mmproj: str = "auto") -> Any:
         return load_model(checkpoint, LoadOptions(exact=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_vectors_and_logits_equal_those_of_safetensors(name: str, paged: Any, tmp_path: Path) -> None:
     made, family = model_of(name), MODELS[name]

@@ -139,6 +139,7 @@ def with_head(tiny_of: Callable, model: Any, folder: Path) -> tuple[Any, Path, C
     return five, replace(five, config=five.config | config, tensors=tensors).save(folder), run
 
 
+@pytest.mark.slow
 def test_its_mtp_head_predicts_as_transformers_modules_do(
     tiny: Callable, tiny_of: Callable, paged: Any, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ async def test_a_base_model_points_to_run() -> None:
         assert running.app.screen._now == "", "not marked as running"
 
 
+@pytest.mark.slow
 async def test_a_base_model_does_not_replace_the_running_one() -> None:
     async with chat() as running:
         await running.ready()
@@ -221,6 +222,7 @@ async def test_while_an_answer_comes_its_speed_and_time_are_shown() -> None:
         await running.until(lambda: running.answers[0].exchange.stop)
 
 
+@pytest.mark.slow
 async def test_how_fast_a_long_prompt_is_read_does_not_count_what_was_cached() -> None:
     async with chat(tps=0.2) as running:
         await running.ready()
@@ -319,6 +321,7 @@ async def test_words_that_leave() -> None:
         await running.until(lambda: running.app.return_code is not None)
 
 
+@pytest.mark.slow
 async def test_ctrl_d_deletes_in_text_and_leaves_without() -> None:
     async with chat() as running:
         await running.pilot.press("a", "b", "home", "ctrl+d")
@@ -473,6 +476,7 @@ async def test_a_download_shows_its_bytes() -> None:
         await running.until(lambda: not running.screen.query(LoadCard))
 
 
+@pytest.mark.slow
 async def test_still_means_slow_timers() -> None:
     async with chat(ui=UiConfig(animations=False)) as running:
         assert running.app.drain_s >= 0.25
@@ -506,6 +510,7 @@ async def test_every_theme_can_be_chosen() -> None:
             await running.pilot.pause()
 
 
+@pytest.mark.slow
 async def test_the_settings_know_the_themes_there_are() -> None:
     async with chat() as running:
         assert set(THEMES) == set(running.app.available_themes)
@@ -551,6 +556,7 @@ async def test_messages_that_wait_are_never_taken_off_the_screen() -> None:
         assert [e.text for e in running.screen.conversation.exchanges] == [f"question {n}" for n in range(5)]
 
 
+@pytest.mark.slow
 async def test_the_context_meter_follows_the_branch() -> None:
     async with chat(ctx=100) as running:
         await running.ready()
@@ -594,6 +600,7 @@ async def test_a_larger_window_is_offered_only_if_the_message_fits_into_it() -> 
             assert any(row.startswith("[c]") for row in rows) == offered
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_out_for_a_message_that_is_too_long_by_itself() -> None:
     async with chat(ctx=400) as running:
         await running.ready()

@@ -48,6 +48,7 @@ class Host(App[None]):
         yield Answer()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TEXTS)
 async def test_the_screen_holds_the_text_byte_for_byte(name: str) -> None:
     text, cut = TEXTS[name], random.Random(name)

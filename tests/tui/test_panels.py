@@ -276,6 +276,7 @@ async def test_an_offline_model_is_not_fetched() -> None:
         await running.until(lambda: "offline" in running.text("#state"))
 
 
+@pytest.mark.slow
 async def test_the_home_screen_offers_no_downloads_offline() -> None:
     async with chat(model="", home=True, offline=True) as running:
         listing = running.screen.query_one("#home-list", OptionList)

@@ -283,6 +283,7 @@ async def test_a_message_queued_behind_one_that_does_not_fit_stays(tmp_path: Pat
         assert sorted(chats) == ([list("ab"), list("cm")] if key == "n" else [list(asked)])
 
 
+@pytest.mark.slow
 async def test_a_new_answer_that_does_not_fit_gives_way_to_the_old_one() -> None:
     async with chat() as running:
         await running.ready()
@@ -418,6 +419,7 @@ async def test_a_model_that_does_not_load_keeps_what_is_queued_for_the_next_one(
         assert running.screen.conversation.exchanges[-1].text == "queued"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("used", "name", "told"), [("./m.gguf", "fake", True), ("fake", "fake", False), ("/m/m.gguf", "/m/m.gguf", False)]
 )

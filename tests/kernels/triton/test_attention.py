@@ -120,6 +120,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "splits_of", lambda heads, sms: attention_tiles.Splits(64, 4))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kv_format", some(FORMATS, (0, 1)))
 def test_decode_formats(kv_format: str, device: torch.device, small_splits: None) -> None:
     check(replace(DECODE, kv_format=kv_format), device)

@@ -77,6 +77,7 @@ def test_bfloat16_keeps_its_bits(form: str, device: torch.device) -> None:
     assert error(launched(x, prepare(on(device, weight))), exact_product(x, weight)) < 1e-6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", QUICK)
 @pytest.mark.parametrize("largest", [pytest.param(1.0, marks=pytest.mark.slow), 300.0])
 def test_what_is_rounded(form: str, largest: float, device: torch.device) -> None:

@@ -104,6 +104,7 @@ def test_streams_that_no_kernel_mixes(device: torch.device) -> None:
     assert hyper.hyper_out(lambda *_: "composed", x[:, : 3 * 44].contiguous(), output, gains) == "composed"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, pytest.param(70, marks=SLOW)])
 @pytest.mark.parametrize(("hidden", "count", "rank"), SIZES)

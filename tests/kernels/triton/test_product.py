@@ -43,6 +43,7 @@ QUICK = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f not in QUICK)])
 def test_one_row(form: str, device: torch.device) -> None:
     """Also into float32, where nothing but the order of the sum is left, or what 16-bit fixed point cuts off of x."""
@@ -149,6 +150,7 @@ def test_shapes(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Non
         assert product(x[:0], prepared).shape == (0, n)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["dense-bf16", "dense-f16", "int4g-whole", "int8-row"])
 def test_columns_that_end_within_a_chunk(form: str, device: torch.device) -> None:
     weight = make(form, 6, 88)
@@ -231,6 +233,7 @@ def test_norm_gate_and_residual(form: str, tokens: int, device: torch.device) ->
         assert y.shape == (tokens, n // 2) and error(y, act * up) < 2 * ROUNDING[torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_input_order_and_scale(device: torch.device) -> None:
     weight = make("int4g-32", 9, 64)._replace(perm=torch.randperm(64).int(), pre_scale=torch.rand(64) + 0.5)
     prepared = prepare(on(device, weight))

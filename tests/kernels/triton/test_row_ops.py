@@ -255,6 +255,7 @@ def attention_weights(
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize(
     ("count", "kv_heads", "dim", "half", "norm", "interleaved"),
