@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from localllm.quant.cut import columns_of, rows_of
 from localllm.quant.encode import Target, encode
 
 from .architectures import OpenModel, RopeFacts
-from .architectures.layers import ROUTERS, LayerFacts, Runs
+from .architectures.layers import ROUTERS, LayerFacts
 from .architectures.sharding import Cut, Shard, pieces
 from .packed import Packed, PackedPart
 from .ranks import Gathered, Ranks, Summed
@@ -60,11 +60,6 @@ class LoadOptions:
     ranks: Ranks | None = None  # set if several ranks load a part of the model each
 
 
-@lru_cache(maxsize=16)  # all layers of a model have the same
-def _row_factors(runs: Runs) -> Tensor:
-    return torch.cat([torch.full((rows,), factor) for rows, factor in runs])
-
-
 class Reader:
     """One load in progress: reads and prepares tensors, and records progress and the chosen implementations."""
 
@@ -85,11 +80,14 @@ class Reader:
         self.done = 0
         self._counted: set[str] = set()  # modules and single tensors already included in `done`
         self._scratch = torch.empty(0, dtype=torch.uint8)  # holds a weight's codes until they are repacked
-        self._factors = {  # module -> float32 [N], by which its rows are multiplied
-            f"model.layers.{index}.{module}": _row_factors(runs)
+        factors = [
+            (f"model.layers.{index}.{module}", runs)
             for index, layer in enumerate(shard.facts.layers)
             for module, runs in layer.factors
-        }
+        ]
+        # all layers of a model have the same
+        made = {runs: torch.cat([torch.full((rows,), factor) for rows, factor in runs]) for _, runs in factors}
+        self._factors = {module: made[runs] for module, runs in factors}  # float32 [N], by which rows are multiplied
         self._joins: dict[str, Join] = {}  # of modules split by rows because their columns cannot be split
 
     @property

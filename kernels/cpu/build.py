@@ -2,14 +2,15 @@
 
 The library is cached under a name derived from the instruction set, the sources and the compiler, so a change to any of
 them triggers a rebuild and an older CPU never loads a newer CPU's code. Files are moved into place with an atomic
-rename, so concurrent builds are safe. Without a compiler, a library built earlier is still used. After a build,
-libraries that have not been loaded for two weeks are removed.
+rename, so concurrent builds are safe; a process waits for the build of another one. Without a compiler, a library built
+earlier is still used. After a build, libraries that have not been loaded for two weeks are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -20,16 +21,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from .interface import declare
 from .threads import usable_cores
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 600
+WAIT_S = 120  # for the build of another process, which may be stopped
 # error messages of gcc and clang for an unknown flag
 UNKNOWN_FLAG = (
     r"(?:unrecognized command[ -]line option|unknown argument|unsupported (?:option|argument)|invalid feature modifier"
@@ -179,7 +182,37 @@ def _library(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
             return loaded
     if not compiler:
         return Library(None, isa, "no C compiler: install gcc or clang, or `pip install ziglang`")
-    return _build(folder, isa, compiler)
+    with _alone(folder):
+        found = _find(folder, isa, compiler)
+        loaded = Library(None, isa, None) if found is None else _load(found, isa)
+        return _build(folder, isa, compiler) if loaded.lib is None else loaded
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds in this folder, at most `WAIT_S`. Without a writable folder, do not wait."""
+    with contextlib.ExitStack() as kept:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle = os.open(folder, os.O_RDONLY)
+            kept.callback(os.close, handle)
+            deadline = time.monotonic() + WAIT_S
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
+        yield
+
+
+def start_build() -> None:
+    """If nothing is cached, start to compile in another process, for which `library()` will wait. Needs no torch."""
+    if not is_built() and _compiler():
+        command = [sys.executable, "-P", "-c", f"from {__name__} import library; library()"]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        run = partial(subprocess.run, command, check=False, **quiet)
+        threading.Thread(target=run, name="build", daemon=True).start()  # waits for it, so that no zombie is left
 
 
 @cache
@@ -365,6 +398,8 @@ def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:
 
 
 def _load(path: Path, isa: str, build_s: float = 0.0) -> Library:
+    from .interface import declare  # imports torch
+
     try:
         lib = ctypes.CDLL(str(path))
         declare(lib)

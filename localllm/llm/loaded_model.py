@@ -129,9 +129,12 @@ class LoadedModel(AdaptedModel):
         resolved = fit.resolve(name, self._planner, offline=offline)
         if resolved.path is not None:
             return Path(resolved.path), resolved.pulled_as
-        return Path(
-            hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event())
-        ), resolved.pulled_as
+        if not self.machine.gpus:
+            from localllm.kernels.cpu.build import start_build
+
+            start_build()  # takes half a minute, in which the model is downloaded
+        path = hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event())
+        return path, resolved.pulled_as
 
     def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
         """The draft model: the one that the options name, or the drafter next to the model. The plan includes it."""

@@ -355,18 +355,44 @@ def test_triton_gets_the_compiler_of_the_ziglang_wheel(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_two_processes_build_at_once(quick: Path) -> None:
+def test_of_two_processes_one_builds_and_one_waits(quick: Path) -> None:
     program = (
         "from localllm.kernels.cpu import build; r = build.library(); assert r.lib is not None, r.reason; "
         "print(r.path, r.lib.ll_threads(0))"
     )
-    script = (quick / "cc").read_text().replace("cp ", "sleep 1; cp ")
-    compiler(quick / "cc", script.split("\n", 1)[1])
+    slow_compiler(quick)
     command = [sys.executable, "-P", "-c", program]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
     said = [child.communicate(timeout=60)[0] for child in children]
     assert all(child.returncode == 0 for child in children) and said[0] == said[1]
-    assert len(list((quick / "cache" / "kernels").iterdir())) == 1
+    assert len(list((quick / "cache" / "kernels").iterdir())) == 1 and runs(quick) == 1
+
+
+def slow_compiler(folder: Path) -> None:
+    script = (folder / "cc").read_text().replace("cp ", "sleep 1; cp ")
+    compiler(folder / "cc", script.split("\n", 1)[1])
+
+
+@pytest.mark.slow
+def test_a_build_that_was_started_before_is_waited_for(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_compiler(quick)
+    started: list[object] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **how: started.append(args) or popen(*args, **how))
+    build.start_build()
+    deadline = time.monotonic() + 60
+    while not (quick / "runs").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert build.library().build_s == 0 and runs(quick) == 1 and len(started) == 1
+    build.start_build()  # nothing is left to build
+    assert len(started) == 1
+
+
+def test_a_build_of_a_stopped_process_is_not_waited_for(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "WAIT_S", 0.2)
+    with build._alone(build.cache_folder()):
+        assert build.library().build_s > 0 and runs(quick) == 1
 
 
 def test_a_forked_child_has_threads_of_its_own(compiled: None) -> None:

@@ -10,8 +10,10 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from localllm import LLM, SamplingParams
-from localllm.errors import ContextTooLong, InvalidRequest, LocalLLMError
+from localllm import LLM, SamplingParams, hub
+from localllm.device.fake import MACHINES
+from localllm.errors import ContextTooLong, DownloadError, InvalidRequest, LocalLLMError
+from localllm.plan import fit
 from localllm.request import FinishReason
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -234,3 +236,19 @@ def test_an_exit_waits_for_the_library_of_torch(monkeypatch: pytest.MonkeyPatch,
 
     threading.Thread(target=load, daemon=True).start()
     assert seen.get(timeout=60) is False
+
+
+@pytest.mark.parametrize("hw", ["cpu", "rtx4090"])
+def test_kernels_are_compiled_while_a_model_is_downloaded(hw, monkeypatch):
+    seen = []
+
+    def download(resolved, **_):
+        seen.append("download")
+        raise DownloadError("the network is gone", "try again")
+
+    monkeypatch.setattr("localllm.kernels.cpu.build.start_build", lambda: seen.append("build"))
+    monkeypatch.setattr(hub, "download", download, raising=False)
+    monkeypatch.setattr(fit, "resolve", lambda name, *_, **__: hub.Resolved(name, name, "hub"))
+    with pytest.raises(DownloadError):
+        LLM("org/model", machine=MACHINES[hw])
+    assert seen == (["build", "download"] if hw == "cpu" else ["download"])

@@ -185,8 +185,12 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
     if resolved.path is None:
         from localllm import hub
         from localllm.cli.loading import watched
+        from localllm.device import machine
+        from localllm.kernels.cpu.build import start_build
 
         agree(env, resolved, asked_for=True)
+        if not machine().gpus:
+            start_build()
         watched(
             env, clean_line(resolved.name), lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel)
         )
