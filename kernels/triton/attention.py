@@ -116,7 +116,7 @@ class _Step:
         self.num_seqs = block_table.shape[0]
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         card = card_of(q.device)
-        self.cap, self.num_sms, self.splits = *card, splits_of(self.kv_heads, card.num_sms)
+        self.cap, self.num_sms, self.splits = card.family, card.num_sms, splits_of(self.kv_heads, card.num_sms)
         self.places = self.splits.places(block_table.shape[1] * self.page, window)
         self.numbers = scale, softcap or 0.0, self.window, block_table.shape[1], self.num_seqs
         self.shared = {
@@ -200,6 +200,7 @@ class _Step:
             *(self.window, self.places, self.num_seqs, first),
             HEADS=self.heads,
             AT_ONCE=MERGED // padded,
+            COUNTED=self.page in BLOCK_SIZES,
             **merging,
             **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", "CHUNKED", *split)},
         )

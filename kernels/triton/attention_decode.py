@@ -82,6 +82,10 @@ def decode_split(
     row = tl.program_id(2)
     if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
+    if (
+        PDL and PAGE < 16
+    ):  # the op before wrote cu_query_lens of blocks as pages, and no trigger says that it is visible
+        tl.extra.cuda.gdc_wait()
     token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     oldest = 0
     if HAS_WINDOW:
@@ -255,10 +259,16 @@ def merge_splits(
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr,
     STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query head in order; a query without keys gets zeros."""
+    """Merge the splits of one query head in order; a query without keys gets zeros.
+
+    COUNTED  `cu_query_lens` or `seq_lens` come from this kernel's predecessors and must not be read before they end
+    """
     head = tl.program_id(0)
     row = tl.program_id(1)
+    if COUNTED:
+        wait_for_previous(PDL)
     token, seq, length = query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     if not BY_TOKEN:
         if tl.load(cu_query_lens + seq + 1) - token != 1:
@@ -270,7 +280,8 @@ def merge_splits(
         oldest = oldest_key(length, window, CHUNKED)
     size = _split_tokens(length - oldest, FIRST, SPLITS)
     count = tl.maximum((length + size - 1) // size - oldest // size, 0)
-    wait_for_previous(PDL)
+    if not COUNTED:
+        wait_for_previous(PDL)
     _merge(
         part_sum, part_norm, row.to(tl.int64) * HEADS + head, count, num_places, sinks + head, v_scales,
         out + (token.to(tl.int64) * HEADS + head) * DIM,

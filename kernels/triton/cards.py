@@ -42,6 +42,11 @@ class Card(NamedTuple):
     num_sms: int
 
     @property
+    def family(self) -> int:
+        """The capability that tiles are chosen for: 10.3 and 11.0 have the tensor memory of 10.0."""
+        return 100 if 100 <= self.capability < 120 else self.capability
+
+    @property
     def shared_bytes(self) -> int:
         """Maximum shared memory per program, from its class."""
         return CLASSES[max(c for c in CLASSES if c <= max(self.capability, min(CLASSES)))].shared_bytes

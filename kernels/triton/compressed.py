@@ -573,6 +573,7 @@ def attended(
             HAS_WINDOW=False,
             CHUNKED=False,
             HAS_SINKS=True,
+            COUNTED=True,
             **split,
         )
     return out

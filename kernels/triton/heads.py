@@ -6,7 +6,8 @@ output on, while the single ops round to 16 bits in between. Heads are distingui
 last queries and the first keys; the tile size is fixed, so sums always have the same order. The gate of a query is
 copied next to it. The ops `rope` and `kv_write` use the same kernel, with queries only, and with keys and values only.
 
-Codes and scales are bit-identical to `kv_codes.encode`: divisions are IEEE, E4M3 is encoded with integer operations.
+Codes and scales are those of `kv_codes.encode`: divisions are IEEE, E4M3 is encoded with integer operations. Only int8
+codes at ties may differ, about one in a million, because a GPU fuses a multiplication with the addition that rounds.
 Negative slots are skipped, so buckets of captured graphs can have padding rows.
 """
 

@@ -223,6 +223,7 @@ def _attend(
             HAS_WINDOW=False,
             CHUNKED=False,
             HAS_SINKS=False,
+            COUNTED=False,
             **split,
         )
         if rotates:

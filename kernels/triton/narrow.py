@@ -127,7 +127,8 @@ def _w4a4(
 def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
     """x [num_tokens, K], quantized to the weight's format (E4M3 or NVFP4), times the weight: [num_tokens, N]."""
     tokens = x.shape[0]
-    if tokens <= SMALL_TOKENS or p.perm is not None or p.pre_scale is not None:
+    cut = p.code != "e4m3" and p.shape[1] % 32 != 0  # the stored codes are padded, their scales are not
+    if tokens <= SMALL_TOKENS or p.perm is not None or p.pre_scale is not None or cut:
         return product(x, p, Extras(bias))
     x, hand = x.contiguous(), interpreting()
     out = torch.empty(tokens, p.shape[0], dtype=x.dtype, device=x.device)

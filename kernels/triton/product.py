@@ -96,7 +96,7 @@ def product(
     elif fixed_order:
         choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True, group=p.group)[0]
     elif tokens <= (own if card.capability >= 80 else ROWS_WITHOUT_TENSOR_CORES):
-        choice = _picked(x, p, extras, card)
+        choice = _picked(x, p, out, extras, card)
     else:
         choice = CUBLAS
     _run(x, p, out, extras, choice)
@@ -334,7 +334,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 # ---- the choice of constants
 
 
-def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
+def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card) -> Tile:
     """Tile constants for this shape: the measured winner on this GPU, or the first candidate."""
     n, k = p.shape
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
@@ -343,7 +343,7 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
     elif x.shape[0] <= few_rows(p.code, fixed):
         shape = Shape("linear_few", (n, k, p.code, p.group, x.shape[0], extras.gate))
-    elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
+    elif _is_plain(x, p) and extras[1:] == PLAIN[1:] and out.dtype == x.dtype:  # cuBLAS writes the dtype of x
         shape = Shape("linear_dense", (n, k, p.code, tokens))
     else:
         shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))

@@ -100,7 +100,7 @@ def gemm_tiles(
     """
     kind = CODES[code]
     halves_in_row = -(-k // kind.chunk) * HALVES
-    sums = TENSOR_MEMORY if card.capability == 100 else 1 << 30
+    sums = TENSOR_MEMORY if card.family == 100 else 1 << 30
     tokens = min(tokens, sums // (64 * kind.planes))
     most = 1 if whole else k * (kind.low + kind.high) // (128 * tokens)  # partial sums take at most half the bytes of W
     found: list[Tile] = []

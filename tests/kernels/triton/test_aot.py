@@ -6,6 +6,7 @@ The default run takes a part of the table that changes with the kernels' sources
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -98,6 +99,28 @@ def test_long_vectors_are_rotated_with_few_shuffles() -> None:
     done = subprocess.run(command, env=env | {"TRITON_CACHE_DIR": str(CACHE)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 2 and all(0 < int(count) < 300 for count in done.stdout.split())
+
+
+WAITS = """
+from localllm.kernels.triton import aot, aot_cases
+
+found = {}
+for spec in aot_cases.all_specs(90):
+    if spec.label in ("compressed_attention_merge bf16 entries of 0", "paged_attention_decode bf16 d256 g12 p4"):
+        ptx = aot.build(spec, 90).asm["ptx"]
+        found[spec.op] = ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+print(found)
+"""
+
+
+@pytest.mark.slow
+def test_lengths_that_the_kernel_before_writes_are_read_after_the_wait() -> None:
+    """The interpreter has no dependent launches, so that only compiled code shows it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-c", WAITS]
+    done = subprocess.run(command, env=env | {"TRITON_CACHE_DIR": str(CACHE)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == {"compressed_attention_merge": True, "paged_attention_decode": True}
 
 
 def test_all_specs_are_described() -> None:

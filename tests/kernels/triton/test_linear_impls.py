@@ -214,6 +214,14 @@ def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
     assert error(few, exact_product(x[:2], weight) + bias) < CLOSE, "few rows stay exact"
 
 
+def test_columns_that_end_within_32_are_not_rounded(device: torch.device) -> None:
+    """Codes of such a weight are padded and its scales are not."""
+    weight, impl = make("fp4g16", 70, 48), IMPLS["triton_nvfp4_w4a4"]
+    x = torch.randn(18, 48).bfloat16()
+    y = impl.run(x.to(device), impl.prepare(on(device, weight)))
+    assert error(y, exact_product(x, weight)) < CLOSE
+
+
 # ---- segments
 
 

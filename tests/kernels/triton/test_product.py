@@ -305,6 +305,8 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
     product(x, prepared, Extras(residual=torch.zeros(3, 20, dtype=torch.bfloat16, device=device)))
     assert products.CUBLAS in offered[0] and products.CUBLAS not in offered[1]
     assert len(offered[0]) <= product_tiles.MOST
+    wide = product(x, prepared, out=torch.empty(3, 20, device=device))  # logits, which cuBLAS would have to round
+    assert wide.dtype is torch.float32 and error(wide, exact_product(x, weight)) < 5e-5
 
 
 @pytest.mark.parametrize(
@@ -351,6 +353,14 @@ def test_candidates_fit_their_cards() -> None:
                     assert {tile["split"] for tile in product_tiles.gemm_tiles(n, k, code, tokens, card, True)} == {1}
                     sizes = [product_tiles._shared(t["rows"], tokens, t["halves"], t["stages"], code) for t in tiles]
                     assert max(sizes) <= limit
+
+
+def test_gpus_of_one_family_get_the_same_tiles() -> None:
+    """A B300 has the tensor memory of a B200, which limits tiles."""
+    for code in product_tiles.CODES:
+        first, *others = (product_tiles.gemm_tiles(4096, 4096, code, 128, Card(cap, 148)) for cap in (100, 103, 110))
+        assert others == [first, first]
+    assert [Card(cap, 1).family for cap in (90, 103, 120, 121)] == [90, 100, 120, 121]
 
 
 def test_codes_of_four_bits_are_multiplied_in_whole_numbers_where_there_are_such_instructions() -> None:
