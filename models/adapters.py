@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -134,7 +135,9 @@ class Adapters:
             for target in self._places(file, update):
                 found[target.linear].append((target, update))
         digest = blake2b(digest_size=16)
-        pieces = {key: tuple(self._pieces(key, file, each, digest)) for key, each in found.items()}
+        # DoRA runs the model's products, in threads whose current GPU may be another one
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            pieces = {key: tuple(self._pieces(key, file, each, digest)) for key, each in found.items()}
         return AdapterWeights(pieces, digest.hexdigest())
 
     def _places(self, file: AdapterFile, update: StoredUpdate) -> list[_Target]:

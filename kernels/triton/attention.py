@@ -7,14 +7,14 @@ depends only on shapes, so a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kv_pages import SCALED_FORMATS, KVPages
-from ..verify.tuning import Shape, tuner
+from ..verify.tuning import Sampled, Shape, tuner
 from . import attention_decode, attention_prefill
 from .attention_tiles import (
     Tile,
@@ -271,15 +271,12 @@ def _in_order(places: int, device: torch.device) -> Tensor:
     return torch.arange(places, dtype=torch.int32, device=device)
 
 
-def _trial(
-    op: str, like: Tensor, kv_format: str, kv_heads: int, page: int
-) -> Callable[[Mapping[str, int]], Callable[[], object]]:
+def _trial(op: str, like: Tensor, kv_format: str, kv_heads: int, page: int) -> Sampled:
     """Return a trial that runs a candidate on one random sequence, created only when it is needed."""
     _, heads, dim = like.shape
     dtype, device = like.dtype, like.device
     new, length = (1, TRIAL_KEYS) if op == "attention_decode" else (TRIAL_QUERIES, TRIAL_QUERIES)
 
-    @cache
     def made() -> _Step:
         count = -(-length // page)
         empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
@@ -289,8 +286,8 @@ def _trial(
         bounds, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, new], [length]))
         return _Step(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None, False))
 
-    def trial(choice: Mapping[str, int]) -> Callable[[], object]:
-        tile, step = Tile(**choice), made()
+    def trial(step: _Step, choice: Mapping[str, int]) -> Callable[[], object]:
+        tile = Tile(**choice)
         step.out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 
         def run() -> Tensor:
@@ -302,7 +299,7 @@ def _trial(
 
         return run
 
-    return trial
+    return Sampled(made, trial)
 
 
 def _noise(part: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..dense_linear import gathered
 from ..dequant import natural
 from ..layer_weights import Norm
-from ..verify.tuning import Shape, Tile, tuner
+from ..verify.tuning import Sampled, Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
 from .digits import digits
@@ -362,7 +362,7 @@ def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card) -> 
     return tuner(x.device).pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
-def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[[], object]]:
+def _trial(x: Tensor, p: Prepared, extras: Extras) -> Sampled:
     """Return a trial that runs a candidate on random weights of this shape, created only when it is needed."""
     kinds = {name: (part.shape, part.dtype) for name, part in p._asdict().items() if isinstance(part, Tensor)}
     no_tensors: dict[str, Any] = dict.fromkeys(kinds)
@@ -371,7 +371,6 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
     activation, has_norm, has_residual = extras[3:], extras.norm is not None, extras.residual is not None
 
-    @cache
     def made() -> tuple[Tensor, Prepared, Tensor, Extras]:
         noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
         out = torch.empty(tokens, n, device=device, dtype=dtype)
@@ -379,8 +378,8 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
         more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, *activation)
         return torch.randn(tokens, k, device=device, dtype=dtype), empty._replace(**noise), out, more
 
-    def trial(choice: Tile) -> Callable[[], Tensor]:
-        sample, weight, out, more = made()
+    def trial(data: tuple[Tensor, Prepared, Tensor, Extras], choice: Tile) -> Callable[[], Tensor]:
+        sample, weight, out, more = data
         out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 
         def run() -> Tensor:
@@ -389,7 +388,7 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
 
         return run
 
-    return trial
+    return Sampled(made, trial)
 
 
 def _noise(name: str, p: Prepared, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,25 @@ one_capture = threading.Lock()  # per process: another engine may be capturing i
 
 Tile = Mapping[str, int]
 Trial = Callable[[Tile], Callable[[], object]]
+
+
+class Sampled:
+    """A trial on random data, which `make` creates for the first candidate and `forget` drops.
+
+    run   (data, tile) -> the call to time
+    """
+
+    def __init__(self, make: Callable[[], Any], run: Callable[[Any, Tile], Callable[[], object]]) -> None:
+        self._make, self._run = make, run
+        self._data: Any = None
+
+    def __call__(self, tile: Tile) -> Callable[[], object]:
+        if self._data is None:
+            self._data = self._make()
+        return self._run(self._data, tile)
+
+    def forget(self) -> None:
+        self._data = None
 
 
 class Shape(NamedTuple):
@@ -149,7 +168,12 @@ class Tuner:
                 return results
         try:
             for shape in list(self._jobs):
-                tuned = self._tune_one(shape, measure, must_end, compile_ahead)
+                _, trial = self._jobs[shape]
+                try:
+                    tuned = self._tune_one(shape, measure, must_end, compile_ahead)
+                finally:
+                    if isinstance(trial, Sampled):  # an interrupted shape keeps its place, but not its random weights
+                        trial.forget()
                 if tuned is None:
                     break
                 results.append(tuned)
@@ -223,7 +247,7 @@ def tuner(device: torch.device) -> Tuner:
 
 
 @cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
+def capture_stream(device: int) -> torch.cuda.Stream:
     """A single capture stream per GPU: cuBLAS keeps a workspace per stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
@@ -231,7 +255,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
     """Capture the call in a CUDA graph and return its replay; None if it cannot be captured."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    stream = _capture_stream(torch.cuda.current_device())
+    stream = capture_stream(torch.cuda.current_device())
     try:
         # not `torch.cuda.graph`, which runs the garbage collector and empties the allocator cache first
         with one_capture:

@@ -170,14 +170,20 @@ class Boot:
 
     def release(self) -> None:
         """Free the pages and the engine over them; profiles and tuned tiles stay."""
-        self._engine = None
+        self._drop_engine()
         for model in (self._model, self._draft):
             if model is not None:
                 model.forget_pages()
 
+    def _drop_engine(self) -> None:
+        """Drop every reference to the engine and its pages."""
+        engine, self._engine, self._warming = self._engine, None, None
+        if engine is not None:
+            engine.runner.release()
+
     def _build_engine(self) -> None:
         """Build the engine for the current plan. Raises OutOfMemory if the pages do not fit."""
-        self._engine = None  # free the previous pages first
+        self._drop_engine()  # free the previous pages first
         self._meter = Meter(torch.device(self.plan.device))
         try:
             with confined(self.plan):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.verify.tuning import one_capture
+from localllm.kernels.verify.tuning import capture_stream, one_capture
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
@@ -65,8 +65,8 @@ class CudaCapture:
     """Captures graphs into one memory pool shared by all buckets, since only one of them runs at a time.
 
     Another engine of this process may decode meanwhile. Captures use the same stream as all steps, because kernels that
-    count their finished programs share one set of counters per GPU. Captures wait for each other, because torch has a
-    single capture stream.
+    count their finished programs share one set of counters per GPU. Captures wait for each other, because there is a
+    single capture stream per GPU.
     """
 
     def __init__(self) -> None:
@@ -76,15 +76,21 @@ class CudaCapture:
         for _ in range(WARM_RUNS):
             run()
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        # torch's own capture stream belongs to the GPU of the process's first capture
+        apart = capture_stream(torch.cuda.current_device())
         # `stream` restores the current stream if a capture fails to end. "thread_local" allows CUDA calls from other
         # threads (tokenizer, interface) during the capture.
         with (
             one_capture,
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"),
         ):
             outputs = run()
         return outputs, graph.replay
+
+
+def _released(batch: ForwardBatch) -> tuple[Tensor, ...]:
+    raise RuntimeError("these graphs were released")
 
 
 class DecodeGraphs:
@@ -141,6 +147,13 @@ class DecodeGraphs:
             return hidden, model.logits(hidden)
 
         return cls(compute, inputs, shapes, capture, bool(model.states), prepare if rows is not None else None)
+
+    def release(self) -> None:
+        """Drop the graphs and what they compute, which refers to the drafter that holds this object: a garbage
+        collection does not find this cycle after `gc.freeze`.
+        """
+        self.buckets = ()
+        self._compute, self._prepare = _released, None
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:

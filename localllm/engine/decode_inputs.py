@@ -22,6 +22,7 @@ from .sequence import Sequence
 
 # rows of the small buffer, followed by one row of KV slots per cache group and one of state slots
 TOKEN, POSITION, LENGTH, STARTS, SLOTS = range(5)
+UNKNOWN = (0, 0)  # no sequence's block table
 
 
 class DecodeInputs:
@@ -54,7 +55,7 @@ class DecodeInputs:
         self._rows = torch.arange(most, dtype=torch.int64, device=self.device)
         self._tables = [torch.full((most, width), -1, dtype=torch.int32, device=self.device) for _ in self.scratch]
         # per row: (sequence, version) of the block table there; None for the scratch page
-        self._held: list[tuple[int, int] | None] = [(0, 0)] * most
+        self._held: list[tuple[int, int] | None] = [UNKNOWN] * most
         self._idle = np.zeros((self.states + 1, most), dtype=np.int64)
         self._idle[self.states] = scratch_slot
         self._idle.view(np.int32)[LENGTH, :most] = 1
@@ -110,12 +111,13 @@ class DecodeInputs:
         key = None if sequence is None else (sequence.number, sequence.table_version)
         if all(held == key for held in self._held[first:end]):
             return
-        self._held[first:end] = [key] * (end - first)
+        self._held[first:end] = [UNKNOWN] * (end - first)  # until all copies have succeeded
         for group, table in enumerate(self._tables):
             pages = np.full((end - first, table.shape[1]), -1, dtype=np.int32)
             known = [self.scratch[group]] if sequence is None else sequence.block_tables[group]
             pages[:, : len(known)] = known
             self._copy(table[first:end], pages)
+        self._held[first:end] = [key] * (end - first)
 
     def _copy(self, target: Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)

@@ -211,12 +211,13 @@ class DeviceSampler:
             if place >= 0:
                 self._row(numbers[place], integers[place], place, sequence, mine)
                 integers[place, POSITION] += more
+        # noted after the copies: one that fails is repeated with the step
         if not np.array_equal(numbers, self._numbers):
-            self._numbers = numbers
             self.inputs.numbers.copy_(from_host(numbers, torch.float32, self._device), non_blocking=True)
+            self._numbers = numbers
         if not np.array_equal(integers, self._integers):
-            self._integers = integers
             self.inputs.integers.copy_(from_host(integers, torch.int64, self._device), non_blocking=True)
+            self._integers = integers
         return bool((integers[:, TOP_K] > 0).any() or (numbers[:, TOP_P] < 1).any())
 
     def _row(self, numbers: np.ndarray, integers: np.ndarray, place: int, sequence: Sequence, mine: set[int]) -> None:

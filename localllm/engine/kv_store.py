@@ -285,6 +285,8 @@ class KVStore:
             until = time.monotonic() + FLUSH_S
             self._save_all(wait=True, until=until)
         self._closed = True
+        if self in self._pages.tree.watchers:  # else a cycle keeps the pages, which nothing collects after `gc.freeze`
+            self._pages.tree.watchers.remove(self)
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=flush, cancel_futures=not flush)
 

@@ -160,6 +160,13 @@ class Runner:
             self.graphs.failure = self.graphs.failure or (graphs.failure and f"{what}, {graphs.failure}")
         return left
 
+    def release(self) -> None:
+        """Drop all graphs, with the memory they hold. The engine has ended."""
+        for graphs in (self.graphs, *self.beside.values()):
+            if graphs is not None:
+                graphs.release()
+        self.beside.clear()
+
     def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:
         """Copy shared pages that are about to be written, run the model, and save state checkpoints.
 

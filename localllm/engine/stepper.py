@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
@@ -371,9 +372,12 @@ class Stepper:
         guessed = [part.sequence for part in pending.step.scheduled if part.drafts]
         for sequence in guessed:
             self._scheduler.pages.trim(sequence)
-        if is_out_of_memory(error) and self.pressure.relieve(pending.step):
-            self._scheduler.restart(pending.step)
-            return
+        if is_out_of_memory(error):
+            pending.output = None
+            _forget_locals(error)
+            if self.pressure.relieve(pending.step):
+                self._scheduler.restart(pending.step)
+                return
         if guessed:  # speculation is optional, so retry without it
             log.error("speculation is off: a step failed", exc_info=error)
             self._stop_speculation()
@@ -392,6 +396,16 @@ class Stepper:
             else:
                 message = f"the KV cache has no room for {sequence.num_tokens:,} tokens"
                 self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Free what the frames of an error and of its causes hold: the activations of a step, for which there was no room.
+
+    `PendingStep.error` and the frame of `_launch` refer to each other, so that otherwise only a collection frees them.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _num_equal(tokens: Many[int], guessed: Many[int]) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -519,7 +519,8 @@ class LoadedModel(AdaptedModel):
         if had_model and self.plan.device != "cpu":
             from localllm.models.sleep import free_cached
 
-            free_cached()
+            with suppress(RuntimeError):  # a lost GPU, which has been explained
+                free_cached()
         if self._draft is not None:
             self._draft.close()
 

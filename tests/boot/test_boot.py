@@ -126,7 +126,8 @@ def test_real_models_keep_their_kernels(path: str, request: pytest.FixtureReques
 
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
-    runner, scheduler = SimpleNamespace(graphs=None, capture=lambda *_: ()), SimpleNamespace(pages=None)
+    runner = SimpleNamespace(graphs=None, capture=lambda *_: (), release=lambda: None)
+    scheduler = SimpleNamespace(pages=None)
     stepper = SimpleNamespace(
         fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})
     )
@@ -246,11 +247,17 @@ def test_a_sleeping_model_that_wakes_is_profiled_no_second_time(tiny_path: Path,
         assert tokens(llm) == first
 
 
-def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Path, empty_home: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"kv_store": "1GiB"}])
+def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(
+    more: dict[str, str], tiny_path: Path, empty_home: Path
+) -> None:
     gc.disable()  # a server freezes what it has loaded: no collector finds it again
     try:
-        llm = LLM(tiny_path, ctx=256)
+        llm = LLM(tiny_path, ctx=256, **more)
         first = tokens(llm)
+        runner, pages = llm.engine.runner, llm.engine.scheduler.pages
+        llm.boot._warming = WarmAgain(runner, pages, llm.plan, llm.facts, None)  # of better tiles
+        del runner, pages
         held = [weakref.ref(llm.engine.runner.cache.layers[0].k)]
         llm.sleep()
         assert llm.run_summary and [one() for one in held] == [None]
@@ -444,6 +451,27 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
     assert isinstance(jobs.get(timeout=10), WarmAgain) and jobs.empty(), "other kernels of the new tile are compiled"
 
 
+def test_an_interrupted_shape_keeps_no_random_weights() -> None:
+    """1.2 GB for the head of an 8B, which no plan includes."""
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    def made() -> torch.Tensor:
+        data = torch.zeros(8)
+        refs.append(weakref.ref(data))
+        return data
+
+    tuner, calls = tuning.Tuner(), Queue[int]()
+    tuner.pick(SHAPE, TILES, tuning.Sampled(made, lambda data, tile: lambda: data * 2))
+
+    def stop() -> bool:  # a request arrives
+        calls.put(1)
+        return calls.qsize() > 2
+
+    assert tuner.tune(lambda call: 1e-6, stop=stop) == [] and tuner.waiting == (SHAPE,)
+    assert len(refs) == 1 and refs[0]() is None
+    assert len(tuner.tune(lambda call: 1e-6)) == 1 and len(refs) == 2 and refs[1]() is None
+
+
 def test_each_card_has_tiles_of_its_own() -> None:
     """One with less memory a program could not launch those of another."""
     large, small = (tuning.tuner(torch.device(f"cuda:{number}")) for number in (7, 8))
@@ -535,6 +563,18 @@ def test_pages_and_weights_are_let_go_before_the_card_gets_its_memory_back(
     llm.plan = replace(llm.plan, device="cuda:0")
     getattr(llm, how)()
     assert pages and alive == [(False, how == "sleep")]
+    llm.close()
+
+
+def test_a_lost_card_does_not_hide_its_error_when_the_model_is_closed(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_cached() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    llm = LLM(tiny_path, ctx=256)
+    monkeypatch.setattr(sleep, "free_cached", free_cached)
+    llm.plan = replace(llm.plan, device="cuda:0")
     llm.close()
 
 

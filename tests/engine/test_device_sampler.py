@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.engine import device_sampler
 from localllm.engine.cuda_graph import Bucket, Captured, Run, Shape
 from localllm.engine.device_sampler import DeviceSampler, has_device_form
 from localllm.engine.failures import explained
@@ -186,3 +187,23 @@ def test_captured_buckets_sample_the_rows_that_are_left() -> None:
         assert ids[: len(rows)].tolist() == [token for token, _ in expected]
         for sequence, (token, _) in zip(live, expected, strict=True):
             sequence.append(token)
+
+
+@pytest.mark.parametrize("fails", ["numbers", "integers"])
+def test_a_copy_that_found_no_room_is_repeated_with_its_step(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the retry samples with the parameters of an earlier step, greedily if there was none."""
+    mine, real, given = sampler(1), device_sampler.from_host, []
+
+    def from_host(values, dtype, device):
+        given.append(dtype)
+        if dtype is (torch.float32 if fails == "numbers" else torch.int64) and given.count(dtype) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(values, dtype, device)
+
+    monkeypatch.setattr(device_sampler, "from_host", from_host)
+    logits = torch.zeros(1, VOCAB)
+    with pytest.raises(torch.OutOfMemoryError):
+        mine.sample(logits, [0], [sequence_of(temperature=0.8, seed=7)])
+    mine.sample(logits, [0], [sequence_of(temperature=0.8, seed=7)])
+    assert mine.inputs.numbers[0, device_sampler.TEMPERATURE] == pytest.approx(0.8)
+    assert int(mine.inputs.integers[0, device_sampler.SEED]) == (7 + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,18 +1,23 @@
 """What fails beside a step ends no other request, and a step that is computed again changes no answer."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from localllm.engine import runner
 from localllm.engine.adapters import Residents
+from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
 from localllm.engine.page_files import PageFiles
-from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.scheduler import Scheduled, SchedulerLimits
+from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.errors import ConstraintUnmet
-from localllm.request import FinishReason
+from localllm.request import FinishReason, Request, SamplingParams
 
 from . import test_engine as integers
 from . import test_kv_store as stored
@@ -42,6 +47,28 @@ def test_no_row_of_a_prompt_is_told_twice(asked, monkeypatch):
     told = [row for event in stream.seen for row in event.prompt_logprobs or ()]
     scores = sum(len(event.scores) for event in stream.seen if event.scores is not None)
     assert len(told) + scores == 40 and engine.stats().num_relieved == 1
+
+
+def test_what_a_step_without_room_computed_is_let_go(monkeypatch):
+    """Before its retry, which would have even less room. Nothing else frees it: a traceback holds it in a cycle."""
+    engine, refs, alive = make(prefill_budget=256), [], []
+    forward = engine.runner.model.forward
+
+    def computes(*given):
+        alive.append(sum(ref() is not None for ref in refs))
+        activations = torch.zeros(8)
+        refs.append(weakref.ref(activations))
+        if len(refs) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+        return forward(*given)
+
+    monkeypatch.setattr(engine.runner.model, "forward", computes, raising=False)
+    gc.disable()
+    try:
+        run(engine, request([1] * 150, max_tokens=1))
+    finally:
+        gc.enable()
+    assert engine.stats().num_relieved == 2 and not any(alive)
 
 
 @pytest.mark.parametrize("at", [2, 5])
@@ -185,3 +212,24 @@ def test_neither_company_nor_drafts_change_how_a_token_is_spelled(ahead):
         neighbours = [request([i % 50 for i in range(120)], max_tokens=1)] * others
         found.add(tuple(ids_of(run(engine, asked, *neighbours)[0])))
     assert len(found) == 1 and (30 in next(iter(found))[:4]) is not ahead
+
+
+def test_block_tables_that_found_no_room_are_copied_with_the_retry(monkeypatch):
+    """Of two cache groups, the copy of the second fails; the retry must not take either for loaded."""
+    sequence = Sequence(Request([1, 2, 3], SamplingParams()), 0, 2, 0, 10)
+    sequence.block_tables = [[3], [4]]
+    inputs, copies = DecodeInputs(2, 64, 16, [9, 9], "cpu"), []
+    copy = DecodeInputs._copy
+
+    def fails(self, target, values):
+        copies.append(target)
+        if len(copies) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        copy(self, target, values)
+
+    monkeypatch.setattr(DecodeInputs, "_copy", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        inputs.load([Scheduled(sequence, 2, 1)], rows=2)
+    inputs.load([Scheduled(sequence, 2, 1)], rows=2)
+    batch = inputs.batch(2)
+    assert [int(group.block_table[0, 0]) for group in batch.groups] == [3, 4]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from localllm.checkpoint.adapter_file import open_adapter
 from localllm.errors import BadModelFile, ModelNotFound
 from localllm.kernels.adapters import AdapterRows, Additions, LowRank
+from localllm.models.adapters import Adapters
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
@@ -362,3 +365,20 @@ def test_logits_match_peft(kind: dict, name: str, tiny: Callable, loaded: Callab
     ours = Placed(paged, loaded(name), [tmp_path / "peft"]).step({0: ids}, {0: 0})
     assert relative_error(ours, expected) < 1e-4
     assert relative_error(paged(loaded(name)).all_logits(ids, [80]), expected) > 1e-3
+
+
+def test_an_adapter_is_read_on_the_gpu_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA runs products of the model, and the threads that read adapters begin on the first GPU."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        entered.append(one)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in ("cuda:1", "cpu"):
+        adapters = Adapters.__new__(Adapters)
+        adapters._device = torch.device(name)
+        adapters.read(SimpleNamespace(updates=()))  # type: ignore[arg-type]
+    assert entered == [torch.device("cuda:1")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -162,7 +163,10 @@ def on_meta(folder: Path, **options: Any) -> Model:
 
 @torch.inference_mode()
 def faults(model: Model, speculation: str = "ngram") -> list[str]:
-    """What is wrong with the steps of the plan's graphs, with and without drafts, those of a head, or with sampling."""
+    """What is wrong with the steps of the plan's graphs, with and without drafts, those of a head, or with sampling.
+
+    Also whether the cache outlives them: nothing collects cycles after `gc.freeze`.
+    """
     from localllm.kernels.triton.sampling import sample
 
     wanted = EngineOptions(device="cuda:0", kv="bf16", ctx=256, max_parallel=3, speculation=speculation)
@@ -175,12 +179,20 @@ def faults(model: Model, speculation: str = "ngram") -> list[str]:
         with capturing(found):
             return run(), lambda: None
 
-    runner = assemble(model, replace(plan, device="meta", **counts), capture=capture).runner
-    graphs = runner.graphs
-    assert graphs is not None and bool(runner.beside) is (speculation == "mtp")
-    if not graphs.failure:
-        DeviceSampler(sample, 3, model.facts.vocab_size, META, 16).capture(graphs.buckets, capture)
-    return [*found, *filter(None, [graphs.failure])]
+    gc.disable()
+    try:
+        runner = assemble(model, replace(plan, device="meta", **counts), capture=capture).runner
+        graphs = runner.graphs
+        assert graphs is not None and bool(runner.beside) is (speculation == "mtp")
+        if not graphs.failure:
+            DeviceSampler(sample, 3, model.facts.vocab_size, META, 16).capture(graphs.buckets, capture)
+        cache, failure = weakref.ref(runner.cache), graphs.failure
+        runner.release()
+        del runner, graphs
+        model.forget_pages()
+        return [*found, *filter(None, [failure, cache() and "the cache outlives its engine"])]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.one_in(2)

@@ -482,30 +482,32 @@ def test_a_capture_that_cannot_end_gives_the_stream_back(monkeypatch: pytest.Mon
         """As `torch.cuda.graph` where `capture_end` raises: the stream of the capture stays current."""
 
         def __init__(self, graph: object, **options: Any) -> None:
-            super().__init__(Stream())
+            super().__init__(options["stream"])
 
         def __exit__(self, *error: object) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     for name, fake in {
         "graph_pool_handle": lambda: None,
-        "Stream": Stream,
+        "current_device": lambda: 1,
         "current_stream": lambda: now,
         "stream": Using,
         "CUDAGraph": SimpleNamespace,
         "graph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    apart = {0: Stream(), 1: Stream()}  # by GPU; torch's own belongs to the GPU of the first capture
+    monkeypatch.setattr("localllm.engine.cuda_graph.capture_stream", apart.__getitem__)
     used: list[Stream] = []
     with pytest.raises(RuntimeError, match="previous error"):
         CudaCapture()(lambda: (used.append(now), ())[1])
     assert now is usual and not one_capture.locked()
     *warm, captured = used
-    assert set(warm) == {usual} and captured is not usual  # what executes does so in the order of all steps
+    assert set(warm) == {usual} and captured is apart[1]  # what executes does so in the order of all steps
 
 
 def test_two_engines_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has one stream for all captures of a process."""
+    """There is one stream for all captures of a GPU."""
     inside = most = 0
 
     class Graph:
@@ -523,12 +525,14 @@ def test_two_engines_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
     for name, fake in {
         "graph_pool_handle": lambda: None,
+        "current_device": lambda: 0,
         "current_stream": lambda: None,
         "stream": lambda stream: nullcontext(),
         "CUDAGraph": lambda: SimpleNamespace(replay=None),
         "graph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr("localllm.engine.cuda_graph.capture_stream", lambda device: None)
     with ThreadPoolExecutor(4) as pool:
         assert len([*pool.map(lambda _: CudaCapture()(lambda: ()), range(8))]) == 8
     assert most == 1
