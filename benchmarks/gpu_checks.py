@@ -200,6 +200,8 @@ def whole(place: Place, form: str, kv: str, size: str = "0.6B", layers: int = 4)
             yield f"routing of {facts.name}", f"by the host: {dict(model.kernels)}, {apart=}"
         ours = [name for name in model.kernels.values() if "triton" in name]
         yield f"kernels of {facts.name}, {what}", "" if ours else f"none of ours: {dict(model.kernels)}"
+        del model  # other groups run beside this one
+        place.free()
 
 
 def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:

@@ -136,6 +136,7 @@ def mixture(
         else:
             gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
             output = down(activate(gate_up(seen[places[start:end]]))).float()
+            del gate_up, down  # a streamed expert, before the next one is copied to the device
         total.index_add_(0, rows[start:end], output * shares[start:end])
         start = end
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()

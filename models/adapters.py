@@ -234,6 +234,15 @@ class Adapters:
         self._wanted.set(of_wanted)
         return self.calls
 
+    def exchange(self, layer: int, gate_up: tuple[Linear, ...], down: tuple[Linear, ...]) -> None:
+        """Let steps with adapters run the experts that `Model.exchange` has moved. No adapter extends an expert."""
+        for name in ("_plain", "calls"):
+            calls: tuple[LayerCall, ...] = getattr(self, name)
+            mixer, ffn, cache = calls[layer]
+            assert isinstance(ffn, ExpertsWeights)
+            call = mixer, replace(ffn, gate_up=gate_up, down=down), cache
+            setattr(self, name, (*calls[:layer], call, *calls[layer + 1 :]))
+
     def forget(self, *, pages_only: bool = False) -> None:
         """Drop what fused segments cache on the products."""
         for added in self._additions.values():

@@ -388,6 +388,8 @@ class Model:
         self.layers = (*self.layers[:layer], changed, *self.layers[layer + 1 :])
         call = changed.mixer, changed.ffn, self._calls[layer][2]
         self._calls = (*self._calls[:layer], call, *self._calls[layer + 1 :])
+        if self.adapters is not None:
+            self.adapters.exchange(layer, gate_up, down)
 
     @property
     def num_kinds(self) -> int:

@@ -51,14 +51,16 @@ def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
     if device.type == "cpu":
         loaded = library()
         return known | {"device": f"{_cpu_name()} {loaded.isa}", "library": str(loaded.path or loaded.reason)}
-    import triton
-
+    try:
+        from triton import __version__ as triton
+    except ImportError:  # no Triton for this system
+        triton = ""
     properties = torch.cuda.get_device_properties(device)
     return known | {
         "device": f"{properties.name} sm_{properties.major}{properties.minor}",
         "driver": driver,
         "cuda": torch.version.cuda or "",
-        "triton": triton.__version__,
+        "triton": triton,
         "ptxas": assembler_key(),
     }
 

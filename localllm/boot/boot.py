@@ -235,6 +235,9 @@ class Boot:
         if not profile.held and (after != before or any(computes for _, computes in after)):
             self.profile_note = "not profiled: another model is loaded"  # its steps were measured as well
             return
+        if not profile.held and (taken := self._taken_bytes()) > profile.excess_bytes // 2:
+            self.profile_note = f"not profiled: other programs took {gib(taken, 1)} of GPU memory meanwhile"
+            return  # a lasting deduction from later plans would be wrong
         self._keep(profile)
         if not profile.held and self.plan.ranks:
             missing = f"{gib(profile.excess_bytes, 2)} short on rank {profile.rank}"
@@ -257,6 +260,18 @@ class Boot:
             else:  # the user requested this context and nothing can shrink: run anyway, at the risk of running out
                 self._shrunk = f"{gib(profile.excess_bytes, 2)} short; start with a smaller --ctx"
         log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
+
+    def _taken_bytes(self) -> int:
+        """GPU memory that other programs took since the plan was made, by the driver's numbers."""
+        from localllm.device import machine
+
+        before = self._planner.machine.gpus
+        index = int(self.plan.device.removeprefix("cuda:") or 0)
+        now = next((card for card in machine().gpus if index < len(before) and card.uuid == before[index].uuid), None)
+        if now is None or now.unified:
+            return 0
+        ours = torch.cuda.memory_reserved(index) + dict(self.plan.work_terms).get("context", 0)
+        return before[index].free_bytes - now.free_bytes - ours
 
     def _computed_beside(self) -> list[tuple[int, bool]]:
         """(number of steps, is computing) of every other engine on this GPU."""

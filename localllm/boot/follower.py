@@ -8,8 +8,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 
-from localllm.boot.ranks import RAN_OUT, RAN_OUT_HINT, identity_of, meet, receive, send, versions
+from localllm.boot.ranks import RAN_OUT, RAN_OUT_HINT, identity_of, leave, meet, receive, send, versions
 from localllm.engine.failures import is_out_of_memory
 from localllm.errors import ConfigError, DeviceError, LocalLLMError, OutOfMemory
 from localllm.models.parallel import Message
@@ -73,6 +74,7 @@ def run(lead: socket.socket) -> None:
         send(lead, {"answer": message})
 
     Follower(model, torch.device(device), lambda: receive(lead), answer, peak_of).run()
+    leave()
 
 
 def _known(error: BaseException) -> LocalLLMError:
@@ -95,9 +97,10 @@ def main(descriptor: int) -> None:
     except BaseException as error:
         known = _known(error)
         send(lead, {"error": type(known).__name__, "message": known.message, "hint": known.hint or ""})
-        raise
-    finally:
+        traceback.print_exc()
         sys.stderr.flush()
+        os._exit(1)
+    sys.stderr.flush()
     os._exit(0)  # nothing needs cleanup
 
 

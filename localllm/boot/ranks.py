@@ -77,10 +77,27 @@ def meet(share: Share, store: str, device: str) -> None:
     """Join the process group of all ranks: Gloo over the loopback interface on the CPU, NCCL on GPUs."""
     if device == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    # on a collective that never ends torch would end this process; `_fail` ends the collective instead
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     backend = "gloo" if device == "cpu" else "nccl"
     places = dist.FileStore(store, share.world)
     limits = timedelta(seconds=MEET_S)
     dist.init_process_group(backend, store=places, rank=share.rank, world_size=share.world, timeout=limits)
+
+
+def leave(abort: bool = False) -> None:
+    """Leave the process group, with NCCL all ranks together; `abort` ends collectives that wait for a dead one."""
+    end = None
+    if abort and dist.get_backend() == "nccl":
+        end = getattr(dist.distributed_c10d, "_abort_process_group", None)
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            (end or dist.destroy_process_group)()
+
+    thread = threading.Thread(target=run, name="leave", daemon=True)
+    thread.start()
+    thread.join(CLOSING_S)
 
 
 def identity_of(checkpoint: OpenModel) -> dict[str, list[int]]:
@@ -238,8 +255,7 @@ class RankProcesses:
                 send(source, {"do": "close"})
         if self._model is not None and dist.is_initialized():
             self._model = None
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+            leave(abort=self._failure is not None)
         ends = time.monotonic() + CLOSING_S * (self._failure is None)
         for process in self.processes:
             try:
@@ -265,14 +281,12 @@ class RankProcesses:
                     self._ready[rank - 1].set()
                 if "answer" in said:
                     self._answers[rank - 1].put(said["answer"])
+                if "error" in said and not self._closing:  # not once it has ended: that takes a GPU process seconds
+                    kind = DeviceError if self._model is not None else getattr(errors, said["error"], DeviceError)
+                    self._fail(kind(f"rank {rank}: {said['message']}", said["hint"] or HINT))
         code = process.wait()
-        if self._closing:
-            return
-        if "error" not in said:
+        if not self._closing and "error" not in said:
             self._fail(self._exit_error(rank, process.pid, code))
-            return
-        kind = DeviceError if self._model is not None else getattr(errors, said["error"], DeviceError)
-        self._fail(kind(f"rank {rank}: {said['message']}", said["hint"] or HINT))
 
     def _exit_error(self, rank: int, pid: int, code: int) -> LocalLLMError:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -295,6 +309,8 @@ class RankProcesses:
             process.kill()
         if self._model is not None and self._model.on_lost is not None:
             self._model.on_lost(error)
+        if self._model is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+            leave(abort=True)  # the engine's thread waits for a step that the dead rank will never join
 
     def _error(self) -> LocalLLMError:
         self._ended.wait(DYING_S)

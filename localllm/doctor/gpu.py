@@ -136,10 +136,10 @@ def gpu_memory(survey: Survey) -> Check:
 @CHECKS.add("gpu.power", _no_gpu)
 def gpu_power(survey: Survey) -> Check:
     """Power limit: does a lowered one cost speed?"""
-    known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
+    known = [gpu for gpu in survey.machine.gpus if gpu.power_limit_w and gpu.power_max_w]
     if not known:
         return skip("the driver does not report it")
-    number, gpu = min(known, key=lambda pair: pair[1].power_limit_w / pair[1].power_max_w)
+    gpu = min(known, key=lambda one: one.power_limit_w / one.power_max_w)
     row = table_row(gpu.name)
     knee = row.knee_w if row else 0
     data: dict[str, Any] = {"limit_w": gpu.power_limit_w, "max_w": gpu.power_max_w, "knee_w": knee or None}
@@ -154,7 +154,7 @@ def gpu_power(survey: Survey) -> Check:
         detail = "laptops set the limit themselves; it is highest on mains power in the performance profile"
         return warn(title, detail, "powerprofilesctl set performance", **data)
     why = f"below {knee} W decoding slows down as well" if knee else "prefill and decoding are slower"
-    fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
+    fix = f"sudo nvidia-smi -i {gpu.index} -pl {knee or round(gpu.power_max_w)}"
     return warn(f"{title}: {why}", "", fix, **data)
 
 

@@ -176,6 +176,7 @@ class Engine:
         def end() -> None:
             raise error
 
+        self.stepper.lost = error
         self._ask(end)
 
     def clear_prefix_cache(self) -> None:

@@ -60,6 +60,7 @@ class Stepper:
         # launch a step before the previous tokens are on the host: keeps a GPU busy, but would delay tokens on a CPU
         self.runs_ahead = runner.cache.device.type == "cuda"
         self.fault: Callable[[int], None] | None = None  # for tests: called with each step's number; may raise
+        self.lost: Exception | None = None  # why the engine is about to end; set by any thread
         self.pressure = Pressure(scheduler)
         self.masks = MaskFiller(runner.vocab_size)
         self._scheduler = scheduler
@@ -203,6 +204,8 @@ class Stepper:
             results = pending.sampled.results() if pending.sampled is not None else []
         except Exception as error:  # asynchronous GPU errors surface here
             pending.error = error
+        if self.lost is not None:  # what was computed without a rank means nothing
+            raise self.lost
         if pending.error is not None:
             self._handle_failure(pending)
             return

@@ -244,8 +244,9 @@ class LoadedModel(AdaptedModel):
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         set_threads(self.plan.threads)
         if device.type == "cuda":
+            now = machine()  # before this process holds memory of the GPU, which the plan counts as its own
             claim_card(self.plan.device, self.machine)
-            check_room(self.plan, self.machine, machine())
+            check_room(self.plan, self.machine, now)
             if said := trouble(self._card.index):
                 self._model_warnings += (f"{self._card.name}: {said}",)
         return device
@@ -471,7 +472,9 @@ class LoadedModel(AdaptedModel):
         self._tell_neighbours()
         self.boot.release()
         self.adapters.clear()
-        if self.plan.device != "cpu" and self._sleeping is None:
+        # where the GPU shares the host's memory, a copy there would free nothing
+        unified = any(gpu.unified for gpu in self.machine.gpus)
+        if self.plan.device != "cpu" and not unified and self._sleeping is None:
             from localllm.models.parallel import asleep
 
             self._sleeping = asleep(self._model, self._drafter)

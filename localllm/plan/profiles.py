@@ -132,7 +132,8 @@ class MemoryProfiles:
 def _key(what: str, facts: ModelFacts, machine: MachineFacts, device: str, *numbers: object) -> str:
     number = device.removeprefix("cuda:")
     card = machine.gpus[int(number)] if device != "cpu" and number.isdigit() else None
-    where = (card.name, card.total_bytes, machine.driver) if card is not None else (machine.cpu.name,)
+    total = 0 if card is None or card.unified else card.total_bytes  # unified: what is available now
+    where = (card.name, total, machine.driver) if card is not None else (machine.cpu.name,)
     model = (facts.architecture, facts.name, facts.num_params, facts.weight_bytes, facts.stored_format)
     parts = (what, model, where, machine.torch_version, machine.torch_cuda, __version__, numbers)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
@@ -133,6 +134,30 @@ def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     )
     parts = {"runner": runner, "scheduler": scheduler, "stepper": stepper, "pressure": SimpleNamespace(note="")}
     return SimpleNamespace(when_idle=when_idle, step_age_s=0.0, **parts)
+
+
+def test_memory_that_others_took_meanwhile_costs_no_later_plan(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser opens between plan and profile. What was short is not a mistake of the plan."""
+    machine = MACHINES["rtx3060"]
+    planner = Planner(replace(machine, torch_cuda="12.8"))
+    plan: Any = SimpleNamespace(device="cuda:0", work_terms=(("context", 600 << 20),), ranks=())
+    held = MemoryProfile((Term("all", 8 << 30, 9 << 30),), "cuda", 1.0)
+    for taken_gib, kept in ((3, []), (0, [held])):
+        saved: list[MemoryProfile] = []
+        boot = Boot.__new__(Boot)
+        boot._planner, boot.plan, boot.profile_note = planner, plan, ""
+        free = machine.gpus[0].free_bytes - (8 << 30) - (600 << 20) - (taken_gib << 30)
+        now = replace(machine, gpus=(replace(machine.gpus[0], free_bytes=free),))
+        monkeypatch.setattr("localllm.device.machine", lambda now=now: now)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 8 << 30)
+        monkeypatch.setattr(boot, "_measure_gpu", lambda: held)
+        monkeypatch.setattr(boot, "_computed_beside", list)
+        monkeypatch.setattr(boot, "_keep", saved.append)
+        with suppress(AttributeError):  # what follows needs an engine
+            boot._profile_gpu()
+        assert saved == kept and ("3.0 GiB" in boot.profile_note) is (not kept)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,7 @@ def test_memory_that_runs_out_is_no_fault_of_a_kernel(
         ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic", False),
         ("CUDA error: invalid configuration argument", False),
         ("CUDA error: no kernel image is available for execution on the device", False),
+        ("Triton Error [CUDA]: device kernel image is invalid", False),  # of a newer ptxas than the driver
         ("Triton Error [CUDA]: out of resources: shared memory", False),
         ("CUDA out of memory. Tried to allocate 2 GiB", False),
     ],

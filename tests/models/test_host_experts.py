@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +127,25 @@ def test_logits_are_equal_while_experts_are_streamed_and_change_places(
         assert torch.equal(logits[0], expected[:20]) and torch.equal(again, expected)
         assert held == (model.weight_bytes, sum(one.nbytes for one in hosts(model)))
         assert all(one.moved.streamed for one in hosts(model))
+
+
+def test_steps_with_adapters_run_experts_that_changed_places(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Adapters have calls of their own, which would keep the expert that went and miss the one that came."""
+    with opened(tiny("qwen3-moe").save(tmp_path), 3) as model:
+        held = model.hold_adapters(torch.device("cpu"))
+
+        def logits() -> torch.Tensor:
+            sequence, none = paged(model), np.full(len(IDS), -1, dtype=np.int32)
+            batch = replace(sequence.batch({0: IDS}), places=(none, none))
+            with torch.inference_mode():
+                return model.logits(model.forward(batch, sequence.cache))
+
+        expected = logits()
+        for layer, one in exchanging(model):
+            model.exchange(layer, max(one.gate_up), 0)
+            for call in (held.calls[layer], held._plain[layer]):
+                assert call[1].gate_up is model.layers[layer].ffn.gate_up  # type: ignore[union-attr]
+        torch.testing.assert_close(logits(), expected)
 
 
 def test_an_expert_is_streamed_from_so_many_rows_on(tiny: Callable, paged: Any, tmp_path: Path) -> None:
