@@ -166,6 +166,7 @@ class InProcessBackend(ChatBackend):
                 if not isinstance(explained, Aborted) or not stop.is_set():
                     self.tell(self._failure)
                 self._drop_queue(self._failure)
+            del explained  # its traceback holds this frame and the weights
             return
         try:
             for queued in self._queued(stop.is_set):

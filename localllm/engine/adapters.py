@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NoReturn
 
 from localllm.errors import BadModelFile, InternalError, InvalidRequest, LocalLLMError, ModelNotFound, OutOfMemory
 from localllm.kernels.adapters import MOST_ADAPTERS
@@ -35,6 +36,10 @@ class Adapter:
     digest: str  # digest of its weights, part of the prefix cache's salt
 
 
+def _gone() -> NoReturn:
+    raise InvalidRequest("the model is closed", "load it again")
+
+
 class Residents:
     """The adapters of one model. `add`, `remove`, `find` and `known` may be called from any thread.
 
@@ -51,6 +56,10 @@ class Residents:
         self._read: dict[Adapter, AdapterWeights] = {}  # read by `add`, not yet resident
         self._gone: set[Adapter] = set()  # removed, possibly still resident
         self._reader: ThreadPoolExecutor | None = None
+
+    def detach(self) -> None:
+        """Let go of the model, which is closed."""
+        self._hold = self._free = _gone
 
     # --- called from any thread --------------------------------------------------------------------------------------
 

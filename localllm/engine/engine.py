@@ -23,7 +23,7 @@ from localllm.errors import DeviceError, InternalError, InvalidRequest, LocalLLM
 from localllm.request import FinishReason, Request, embeds_only
 
 from .adapters import Adapter, Residents
-from .failures import device_lost, explained, is_device_lost
+from .failures import device_lost, explained, forget_frames, is_device_lost
 from .kv_events import KVEvents
 from .kv_events import Listener as Listening
 from .kv_store import KVStore
@@ -47,7 +47,13 @@ IDLE_S = 0.002  # polling interval while every running request is paused
 IdleJob = Callable[[Callable[[], bool]], bool]  # (must it stop?) -> is it finished?
 
 
-def asker(wake: threading.Condition, inbox: deque[Callable[[], None]]) -> Callable[[Callable[[], None]], None]:
+class Inbox(deque[Callable[[], None]]):
+    """Calls for the engine's thread; none once it has ended, as they would keep the engine."""
+
+    is_closed = False
+
+
+def asker(wake: threading.Condition, inbox: Inbox) -> Callable[[Callable[[], None]], None]:
     """A function that queues a call for the engine's thread, to run before the next step.
 
     It keeps no reference to the engine.
@@ -55,8 +61,9 @@ def asker(wake: threading.Condition, inbox: deque[Callable[[], None]]) -> Callab
 
     def ask(call: Callable[[], None]) -> None:
         with wake:
-            inbox.append(call)
-            wake.notify()
+            if not inbox.is_closed:
+                inbox.append(call)
+                wake.notify()
 
     return ask
 
@@ -99,7 +106,7 @@ class Engine:
         self.stepper = Stepper(runner, self.scheduler, self._publisher, speculation)
         self.pressure = self.stepper.pressure
         self._streams = self._publisher.streams
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox = Inbox()
         self._wake = threading.Condition()
         self._ask = asker(self._wake, self._inbox)
         self._closing = False
@@ -274,7 +281,11 @@ class Engine:
         except BaseException as error:
             log.exception("the engine stopped")
             self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
+            forget_frames(error)
         self._end_all()
+        with self._wake:
+            self._inbox.is_closed = True
+            self._inbox.clear()
 
     def _has_work(self) -> bool:
         """True if there is anything to do besides idle jobs."""

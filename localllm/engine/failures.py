@@ -53,6 +53,17 @@ def device_lost(error: BaseException) -> DeviceError:
     return DeviceError(f"the GPU failed{cause} ({said[:200]})", "restart localllm; `localllm doctor` checks the GPU")
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error that is kept, and of its causes.
+
+    Their frames hold the activations of a step, the engine and the weights, and may refer to what keeps the error:
+    nothing collects such a cycle after `gc.freeze`.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def explained(error: Exception) -> LocalLLMError:
     """Convert an exception to an error that can be shown to a user."""
     if isinstance(error, LocalLLMError):

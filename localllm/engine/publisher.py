@@ -24,6 +24,10 @@ GATHER_S = 0.05  # polling interval of `gathered`
 UNREAD_PIECES = 2  # unread pieces of scores after which a request pauses
 
 
+def _nothing(request_id: str) -> None:
+    """Abort a request that has ended."""
+
+
 class RequestStream:
     """The events of one request, in order. Iteration ends after the terminal event of its last answer.
 
@@ -46,6 +50,8 @@ class RequestStream:
         """Deliver an event; called in the engine's thread."""
         if event.finish_reason is not None:
             self._open -= 1
+            if self._open <= 0:  # whoever keeps a stream that has ended keeps no engine, with its pages and weights
+                self._abort = _nothing
         if event.scores is not None:
             self.num_unread_pieces += 1
         if self._listener is not None:

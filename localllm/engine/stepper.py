@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from localllm.request import FinishReason, TokenEvent
 
 from .batch import row_range
 from .device_sampler import can_look_ahead
-from .failures import device_lost, explained, is_device_lost, is_out_of_memory
+from .failures import device_lost, explained, forget_frames, is_device_lost, is_out_of_memory
 from .masks import MaskFiller
 from .metrics import EngineStats
 from .pressure import Pressure
@@ -377,16 +376,18 @@ class Stepper:
             self._scheduler.pages.trim(sequence)
         if is_out_of_memory(error):
             pending.output = None
-            _forget_locals(error)
+            forget_frames(error)
             if self.pressure.relieve(pending.step):
                 self._scheduler.restart(pending.step)
                 return
         if guessed:  # speculation is optional, so retry without it
             log.error("speculation is off: a step failed", exc_info=error)
+            forget_frames(error)
             self._stop_speculation()
             self._scheduler.restart(pending.step)
             return
         log.error("a step failed", exc_info=error)
+        forget_frames(error)
         for part in pending.step.scheduled:
             if part.sequence.state is not SequenceState.FINISHED:
                 self._publisher.fail(part.sequence, explained(error))
@@ -399,16 +400,6 @@ class Stepper:
             else:
                 message = f"the KV cache has no room for {sequence.num_tokens:,} tokens"
                 self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Free what the frames of an error and of its causes hold: the activations of a step, for which there was no room.
-
-    `PendingStep.error` and the frame of `_launch` refer to each other, so that otherwise only a collection frees them.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _num_equal(tokens: Many[int], guessed: Many[int]) -> int:

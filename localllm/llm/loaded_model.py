@@ -508,6 +508,9 @@ class LoadedModel(AdaptedModel):
         self._kept.close(lambda: has_answered and self.keeps_weights, self._notify)
         self._checkpoint.close()
         self._sleeping = None
+        self._notify = lambda progress: None  # may refer to what holds this object
+        if "adapters" in self.__dict__:
+            self.adapters.detach()
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
         if boot is not None:
             boot.release()

@@ -26,8 +26,15 @@ class ServedAdapter:
 
     def ensure(self, llm: LLM) -> None:
         """Load the adapter unless the model has it. May read the disk; raises what `LLM.load_adapter` raises."""
-        if all(one.name != self.name for one in llm.adapters.known()):
-            llm.load_adapter(self.name, self.path)
+        if not self._is_known(llm):
+            try:
+                llm.load_adapter(self.name, self.path)
+            except InvalidRequest:
+                if not self._is_known(llm):  # else another request has loaded it meanwhile
+                    raise
+
+    def _is_known(self, llm: LLM) -> bool:
+        return any(one.name == self.name for one in llm.adapters.known())
 
 
 class AdapterNames:

@@ -45,6 +45,10 @@ class Mailbox:
                 log.exception("a delta could not be delivered")
 
 
+def _nothing(stream: AsyncResponseStream) -> None:
+    """End a response that has ended."""
+
+
 class AsyncResponseStream:
     """The running generation of one request: the responses to all its prompts."""
 
@@ -117,7 +121,8 @@ class AsyncResponseStream:
         if self._open == 0 and delta.finish_reason is not None:
             if self._timer is not None:
                 self._timer.cancel()
-            self._on_end(self)
+            on_end, self._on_end = self._on_end, _nothing  # it refers to what holds this object
+            on_end(self)
 
     async def ready(self) -> None:
         """Wait for the first delta. Raises its error if the request failed before producing any text."""

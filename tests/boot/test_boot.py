@@ -296,6 +296,9 @@ def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(
         assert [one() for one in held] == [None, None, None] and model() is None
         llm.close()
         llm.sleep()
+        whole = weakref.ref(llm)
+        del llm
+        assert whole() is None  # with its tokenizer
     finally:
         gc.enable()
 
