@@ -53,12 +53,12 @@ PLAN = """\
 Three runs of ten minutes, most valuable first. Rows go to benchmarks/results/gpu-CARD.json at once: stop at any time.
 
 1. python benchmarks/gpu.py check --minutes 9.5 --file .cache/pieces
+   start     first ever start (target: 60 s) and one with cached kernels (8 s)
    ops       each implementation of each op, with the heads of seven models, KV bf16, fp16, int8 and fp8
    products  {forms} weight formats x {shapes} shapes, from one row to a prompt, every implementation that fits
    models    self-test, then graphs and steps ahead = eager over {same} tokens, also with speculation; bf16, fp8, int4,
              nvfp4, and the file; the same for mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4; and for layers
              of each kind of {families} families, from Qwen3.5 to DeepSeek V4, in the sizes of the catalog
-   start     first ever start (target: 60 s) and one with cached kernels (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
 {speed}
    each: MBU of the engine and of a step, steps and answers with two draft tokens relative to plain ones, a step kernel
@@ -224,7 +224,7 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
     from gpu_rivals import Rivals
     from gpu_speed import Speed
 
-    failed = check(place, options, report) if part == "check" else 0
+    failed = 0
     wanted = [model for model in SPEED if report.wants(f"{model[0]} {model[1]}, KV {model[2]}")]
     if part == "speed" and options.workers > 1 and not place.is_dry:
         started = time.time()
@@ -232,11 +232,12 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
         report.row("kernels compiled, side by side", time.time() - started, "s")
     timed = Speed(place, report, options.tune, child)
     if part == "check":
-        timed.cold("8B")
+        timed.cold("8B")  # first: the checks take what time there is
         if options.file:
             from gpu_files import joined
 
             timed.cold("8B", str(joined(Path(options.file))))
+        failed = check(place, options, report)
     elif part == "speed":
         for model in SPEED if not place.is_dry else ((HEADED, "bf16", "bf16"),):
             timed.model(*model, timed.lines)

@@ -11,6 +11,7 @@ import torch
 from gpu_place import Place
 from gpu_rows import Bench
 
+from localllm.boot.boot import COMPILING_THREADS, compiler
 from localllm.kernels.cpu.build import cache_folder
 from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import SelfTest
@@ -109,7 +110,8 @@ def load_file(path: Path, place: Place, kv: str, test: SelfTest, deterministic: 
 def first_token(path: Path, place: Place, kv: str, started: float) -> dict[str, float]:
     """Load, build pages and graphs, prefill a short prompt; seconds since `started` (time.time) at each stage."""
     stages = {"imports": time.time() - started}
-    test = SelfTest(Records("selftest", identity(place.device, place.machine().driver), cache_folder()))
+    records = Records("selftest", identity(place.device, place.machine().driver), cache_folder())
+    test = SelfTest(records, None if place.is_dry else compiler(place.device, COMPILING_THREADS))  # as Boot does
     model = load_file(path, place, kv, test)
     stages["weights"] = time.time() - started
     bench = Bench(model, place, kv, place.sizes.ctx * 2, min(4, place.sizes.batches[-1]))

@@ -110,6 +110,8 @@ def claim_card(device: str, machine: MachineFacts) -> None:
     check_assembler(card.capability)
     torch.cuda.set_device(device)
     name_compiler()
+    if folder := os.environ.get("LOCALLLM_CACHE"):  # set where the home folder cannot be written
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "triton"))
     torch.set_num_threads(max(1, min(LOADING_THREADS, machine.cpu.cores_usable)))
 
 

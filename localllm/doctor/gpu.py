@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from localllm.device import GpuFacts
+from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import generation, table_row
 from localllm.interface import Check
 from localllm.terminal import counted, gib
@@ -28,8 +28,7 @@ def gpu_present(survey: Survey) -> Check:
     machine = survey.machine
     if machine.gpu_error:
         title = f"the NVIDIA driver is installed but does not work: {machine.gpu_error}"
-        detail = "the fix often helps after a suspend; after a driver update, restart the machine"
-        fix = "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
+        detail, fix = _cure(machine)
         return fail(title, detail, fix, error=machine.gpu_error)
     if not machine.gpus and machine.driver:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -41,6 +40,20 @@ def gpu_present(survey: Survey) -> Check:
     if len(machine.gpus) > 1:
         detail = "a model runs on the GPU with the most free memory; --device cuda:N selects another"
     return ok(title, detail, gpus=[gpu.name for gpu in machine.gpus])
+
+
+def _cure(machine: MachineFacts) -> tuple[str, str]:
+    """What may help against `gpu_error`, and the command."""
+    if "MIG" in machine.gpu_error:
+        return "create instances, for example of the largest profile", "sudo nvidia-smi mig -cgi 0 -C"
+    if machine.wsl:
+        return "update the NVIDIA driver of Windows and WSL, then restart WSL", "wsl.exe --update && wsl.exe --shutdown"
+    if "container" in machine.gpu_error:
+        return "a container gets the driver's libraries with this option", "docker run --gpus all ..."
+    if "finds no GPU" in machine.gpu_error:
+        return "check power, slot and BIOS; after a driver update, restart the machine", "lspci -d 10de:"
+    detail = "the fix often helps after a suspend; after a driver update, restart the machine"
+    return detail, "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
 
 
 def _describe(gpu: GpuFacts) -> str:

@@ -188,6 +188,8 @@ def _selftest(child: Measurements, machine: MachineFacts) -> Check:
         dtype = "bfloat16" if card.has_bf16 else "float16"
         arguments = (f"cuda:{machine.gpus.index(card)}", card.capability, dtype)
     told = child.ask("selftest", *arguments, limit_s=300.0)
+    if told["failures"] and not told["run"]:
+        return warn("the kernels could not be tested", told["failures"][0], "localllm doctor --report", **told)
     if told["failures"]:
         title = f"{len(told['failures'])} of {told['run']} kernels return wrong results here; fallbacks replace them"
         return warn(title, told["failures"][0], "localllm doctor --report", **told)

@@ -84,6 +84,11 @@ def triton_ptxas(survey: Survey) -> Check:
         fix = f"unset {variable}" if variable else "pip install --upgrade triton"
         detail = "Triton then uses its bundled ptxas" if variable else "newer versions bundle a newer ptxas"
         return fail(title, detail, fix, **data)
+    driver = survey.machine.driver_cuda
+    if driver and version_key(has)[:1] > version_key(driver)[:1]:  # code of a later minor version runs, PTX would not
+        title = f"{has}{where} makes code that a driver for CUDA {driver} may reject"
+        detail = f"update the driver to one for CUDA {has.partition('.')[0]} if kernels are reported as invalid"
+        return warn(title, detail, "nvidia-smi", **data)
     return ok(f"{has}{where} knows {sm(newest)}", **data)
 
 

@@ -60,7 +60,7 @@ def forget_frames(error: BaseException | None) -> None:
     nothing collects such a cycle after `gc.freeze`.
     """
     while error is not None:
-        error.__traceback__ = None
+        error.with_traceback(None)
         error = error.__cause__ or error.__context__
 
 
