@@ -105,4 +105,5 @@ def room_of(machine: MachineFacts, gpu: GpuFacts | None, share: float) -> tuple[
     if gpu.unified:  # free_bytes is MemAvailable here: pages of mapped files are reclaimed when needed
         return int(gpu.free_bytes * min(share, UNIFIED_SHARE)), min(GIB, gpu.total_bytes // 20)
     ours = min(gpu.free_bytes, int(gpu.total_bytes * share))
-    return ours, min(GIB // 2, gpu.total_bytes // 40)
+    # Windows moves memory of the GPU to the host where it runs out, and nothing fails: everything becomes slow
+    return ours, GIB // 2 if machine.wsl else min(GIB // 2, gpu.total_bytes // 40)
