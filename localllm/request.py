@@ -306,7 +306,7 @@ class PromptImage:
     # rows and columns of its tokens, where positions follow them; None: positions count tokens
     grid: tuple[int, int] | None = None
     causal: bool = False  # a token attends only to earlier ones, so the image may be computed in pieces
-    vectors: Any = None  # the tower's output, kept as long as the request
+    vectors: Any = None  # the tower's output, until all answers have ended
 
     @property
     def shift(self) -> int:

@@ -159,6 +159,8 @@ class Publisher:
                 self.abort(event.request_id)
             if stream.is_done:
                 self.streams.pop(event.request_id, None)
+                for image in stream.request.images:  # memory of the GPU that no plan counts twice
+                    image.vectors = None
         self._events.clear()
 
     def hold_back_readers(self) -> None:

@@ -6,6 +6,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from localllm.request import PromptImage
 
 from . import test_engine as integers
 from .test_engine import make, request, run
@@ -71,3 +74,15 @@ def test_an_engine_that_died_keeps_nothing():
     failure = engine._dead
     del engine
     assert gone() is None and failure is not None
+
+
+def test_vectors_of_images_go_with_the_last_answer():
+    """A reader may keep its request for long, and vectors lie in the GPU's memory."""
+    engine = make()
+    image = PromptImage(0, 2, None, b"x", vectors=torch.zeros(2, 8))
+    asked = request([1, 2, 3], max_tokens=3, n=2)
+    asked.images = (image,)
+    held = []
+    engine.stepper.fault = lambda step: held.append(image.vectors is not None)
+    run(engine, asked)
+    assert held and all(held) and image.vectors is None
