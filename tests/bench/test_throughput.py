@@ -98,6 +98,7 @@ def test_a_test_that_does_not_fit_says_what_would(llm: LLM) -> None:
     assert caught.value.hint == "measure fewer tokens with -p, -n or -d: --ctx cannot exceed 8,192 here"
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_parts_of_one_step(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     write_trace(llm, file, words(llm, Random(0), 16))
@@ -166,6 +167,7 @@ def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> 
         child.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("words", "told"), [((), None), (("--speculation", "ngram"), "speculation ngram")])
 def test_tokens_are_guessed_only_where_a_flag_asks(

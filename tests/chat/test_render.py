@@ -213,6 +213,7 @@ def test_the_helpers_are_there(child: RenderChild) -> None:
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_replaced(child: RenderChild) -> None:
     for _ in range(3):
         assert child.render("{{ a }}", {"a": "b"}) == "b"

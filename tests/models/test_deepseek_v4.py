@@ -146,6 +146,7 @@ def test_its_mtp_head_predicts_as_transformers_modules_do(
     assert relative_error(paged(ours).all_logits(ids, [33]), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_guesses_of_its_head_change_no_answer(tiny: Callable, tiny_of: Callable, tmp_path: Path) -> None:
     """Sampled and greedy, eager and with replayed steps."""
     with open_model(with_head(tiny_of, tiny(NAME), tmp_path)[1]) as checkpoint:

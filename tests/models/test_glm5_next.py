@@ -135,6 +135,7 @@ def test_guesses_of_its_head_change_no_answer(tiny: Callable, tmp_path: Path) ->
     check_answers_stay(ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("indexer_compressor_ape", "indexer_compressor_gate"), ("hc_attn_fn", "hc_ffn_base")]
 )

@@ -248,6 +248,7 @@ def test_a_slow_machine_gets_a_model_it_can_run() -> None:
     assert choice is not None and choice.best.name == "ministral3-3b"
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hw", "wanted"),

@@ -290,6 +290,7 @@ async def test_the_home_screen_offers_no_downloads_offline() -> None:
 SMALL = [(40, 12), pytest.param((60, 15), marks=pytest.mark.slow), pytest.param((80, 20), marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SMALL)
 async def test_home_shows_the_row_under_the_cursor_in_a_small_window(size: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
@@ -448,6 +449,7 @@ def test_the_map_of_pages_draws_every_state() -> None:
     assert [line.plain for line in panel.lines(Facts(), 40)] == ["no model is loaded"]
 
 
+@pytest.mark.slow
 async def test_the_palette_finds_commands_chats_and_models(tmp_path: Path) -> None:
     from localllm.tui.palette import Everything
 

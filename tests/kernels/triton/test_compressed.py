@@ -98,6 +98,7 @@ def test_several_tokens_of_a_sequence_take_rows_of_their_own(device: torch.devic
     assert compare(found.float(), wanted.float(), 1e-3) == ""
 
 
+@pytest.mark.slow
 def test_a_padding_row_of_a_captured_step_stores_nothing(device: torch.device) -> None:
     weights = layer(4, device, IMPL)
     pages = pages_of("fp16", weights, device)
