@@ -460,7 +460,7 @@ class LoadedModel(AdaptedModel):
         return self.boot.weight_bytes + (self._kv_bytes if self.is_awake else 0)
 
     def sleep(self) -> None:
-        """Free the pages and, on a GPU, move the weights to host memory. Ends all requests.
+        """Free the pages and, on a GPU with memory of its own, move the weights to the host's. Ends all requests.
 
         With `engine.kv_store`, pages are restored from disk after waking.
         """
@@ -472,12 +472,14 @@ class LoadedModel(AdaptedModel):
         self._tell_neighbours()
         self.boot.release()
         self.adapters.clear()
-        # where the GPU shares the host's memory, a copy there would free nothing
-        unified = any(gpu.unified for gpu in self.machine.gpus)
-        if self.plan.device != "cpu" and not unified and self._sleeping is None:
+        if self.plan.device != "cpu" and self._sleeping is None:
             from localllm.models.parallel import asleep
+            from localllm.models.sleep import free_cached
 
-            self._sleeping = asleep(self._model, self._drafter)
+            if any(gpu.unified for gpu in self.machine.gpus):  # it shares the host's memory: a copy would free nothing
+                free_cached()
+            else:
+                self._sleeping = asleep(self._model, self._drafter)
 
     @staticmethod
     def _tell_neighbours() -> None:
