@@ -32,7 +32,8 @@ from .activation import gate_rows, gelu_tanh_mul, silu_mul, times_gates
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .compressed import attended, choose_entries, completed, turned
-from .experts import routed, sorted_by_expert, summed
+from .digits import gemv_digits_kernel
+from .experts import Sums, experts, routed, sorted_by_expert, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .hyper import hyper_in, hyper_out
 from .latent import attend, latent_step
@@ -40,8 +41,19 @@ from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY, IMPLS
-from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
-from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
+from .product import (
+    PLAIN,
+    Extras,
+    Pairs,
+    Tiles,
+    chained,
+    dequantized,
+    expert_product,
+    launch_gemm,
+    launch_gemv,
+    product,
+)
+from .product_tiles import SMALL_TOKENS, few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import Raw, causal_conv, delta_rule, gated_conv, gated_groups, gated_norm, run, state_space
 from .rms_norm import add_normed, normed, rms_norm
 from .sampling import sample
@@ -560,6 +572,10 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
         yield _linear(f"{form.name} M=1 norm residual", card, partial(product, x, p, fused), decode=True)
         fused = Extras(norm=fused.norm, gate="silu")
         yield _linear(f"{form.name} M=1 norm gated", card, partial(product, x, wide, fused), decode=True)
+        call = partial(chained, x, wide, fused, described(form, HIDDEN, INTERMEDIATE), PLAIN)
+        for one in _recorded(card, call):
+            if one.kernel is gemv_digits_kernel:
+                yield KernelSpec("linear", "triton", f"{form.name} M=1 norm gated converted", one, decode=True)
 
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
@@ -576,6 +592,11 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
             tiles = few_tiles(HIDDEN, HIDDEN, form.code, card, False, fixed, form.group)
             call = partial(launch_gemv, x, p, out, PLAIN, next(tile for tile in tiles if "chunks" in tile))
             yield _linear(f"{form.name} M={tokens}", card, call, decode=True)
+            call = partial(chained, x, wide, Extras(gate="silu"), described(form, HIDDEN, INTERMEDIATE), PLAIN)
+            for one in _recorded(card, call):
+                if one.kernel is gemv_digits_kernel:
+                    label = f"{form.name} M={tokens} gated converted"
+                    yield KernelSpec("linear", "triton", label, one, decode=True)
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
         call = partial(
@@ -612,31 +633,54 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         for launch in _recorded(card, partial(sorted_by_expert, chosen, count, size)):
             kernel = launch.kernel.__name__.strip("_")
             yield KernelSpec("experts", "triton", f"{count} {kernel}", launch, decode=True)
+    impl = next(one for one in IMPLS["linear"] if one.name == "triton")
+
+    def dense(n: int, k: int) -> Linear:
+        return Linear((LinearPart(impl, described(forms["bf16"], n, k), None, (n, k)),))
+
+    def unfused(*given: Any, **how: Any) -> Tensor:
+        raise AssertionError("a step of few rows is fused")
+
     for count, top_k, hidden, inner, name, router, gate, limit in MIXTURES:
         up, down = described(forms[name], count * 2 * inner, hidden), described(forms[name], count * hidden, inner)
         bias = _meta(torch.float32, count) if router in ("sigmoid", "sqrt_softplus") else None
-        weights = ExpertsWeights(None, Linear(()), (), (), top_k, router, gate, choice_bias=bias)
         biases = (_meta(torch.float32, len(up.low)), _meta(torch.float32, len(down.low)))
         both = biases if gate == "swiglu_oai" else (None, None)
-
-        def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, limit)) -> None:
-            """Run with tiles of `size` pairs; 0: one pair at a time."""
-            weights, count, up, down, (of_up, of_down), limit = given
-            chosen, shares = routed(_meta(dtype, tokens, count), weights)
-            tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
-            pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
-            made = expert_product(x, up, Extras(of_up, gate=weights.activation, limit=limit), pairs)
-            made = expert_product(made, down, Extras(of_down), pairs)
-            shared = (x, x[:, :1]) if weights.router_kind == "sigmoid" else (None, None)
-            summed(made, shares, *((x, x, *shared) if tokens <= 16 else (_meta(torch.float32, *x.shape),)))
-
-        for tokens, size in ((1, 0), (8, 8), (512, 64)):
-            label = f"{name} {count} x {inner}{' clamped' * bool(limit)} {f'tiles of {size}' if size else 'token'}"
-            for launch in _recorded(card, partial(run, tokens, size)):
+        parts = [LinearPart(impl, p, one, p.shape) for p, one in zip((up, down), both, strict=True)]
+        norm, more = Norm(_meta(torch.float32, hidden), 1e-6), {}
+        if router == "sigmoid":
+            more = {"shared_gate_up": dense(2 * inner, hidden), "shared_down": dense(hidden, inner)}
+            more["shared_gate"] = dense(1, hidden)
+        weights = ExpertsWeights(
+            norm, dense(count, hidden), (), (Linear((parts[1],)),) * count, top_k, router, gate,
+            choice_bias=bias, limit=limit or None, stacked=(parts[0], parts[1]), **more,
+        )  # fmt: skip
+        label = f"{name} {count} x {inner}{' clamped' * bool(limit)}"
+        for launch in _recorded(card, partial(experts, unfused, _meta(dtype, 1, hidden), weights)):
+            kernel = launch.kernel.__name__.strip("_")
+            if launch.constexprs.get("SHARE") or kernel == "gemv_route_kernel":
+                place = " gated" * (launch.constexprs.get("GATE", "") != "")
+                yield KernelSpec("experts", "triton", f"{label} token {kernel}{place}", launch, True)
+        for tokens, size in ((8, 8), (512, 64)):
+            for launch in _recorded(card, partial(_tiled_experts, weights, tokens, size)):
                 kernel = launch.kernel.__name__.strip("_")
-                if kernel != "digits_kernel" and (not size or kernel == "gemm_kernel"):
+                if kernel == "gemm_kernel" or (size == 8 and kernel in ("route_kernel", "sum_kernel")):
                     place = " gated" * (launch.constexprs.get("GATE", "") != "")
-                    yield KernelSpec("experts", "triton", f"{label} {kernel}{place}", launch, size < 64)
+                    yield KernelSpec("experts", "triton", f"{label} tiles of {size} {kernel}{place}", launch, size < 64)
+
+
+def _tiled_experts(weights: ExpertsWeights, tokens: int, size: int) -> None:
+    """Routing, products in tiles of `size` pairs, and sums."""
+    assert weights.stacked is not None
+    (up, down), count, dtype = weights.stacked, len(weights.down), torch.bfloat16
+    chosen, shares = routed(_meta(dtype, tokens, count), weights)
+    tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9))
+    pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
+    gated = Extras(up.bias, gate=weights.activation, limit=weights.limit or 0.0)
+    made = expert_product(expert_product(x, up.prepared, gated, pairs), down.prepared, Extras(down.bias), pairs)
+    shared = (x, x[:, :1]) if weights.shared_gate is not None else ()
+    small = tokens <= SMALL_TOKENS
+    summed(made, Sums(shares, x if small else _meta(torch.float32, *x.shape), *((x, *shared) if small else ())))
 
 
 def _rounding_specs(card: Card) -> Iterator[KernelSpec]:

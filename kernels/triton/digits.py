@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..layer_weights import Norm
 from .fixed import dot, gathered, largest
-from .gemv import load_plane
-from .launch import has_ptx, launch, power_of_2
+from .gemv import gemv_kernel, load_plane
+from .launch import has_ptx, is_last, launch, power_of_2, wait_for_previous
 from .layout import CODES, HALVES
 
 # 1.5 * 2^23: adding it rounds x to an integer in the low mantissa bits, in two's complement
@@ -37,25 +37,23 @@ def _halves(x, up, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def digits_kernel(
-    x_ptr, norm_ptr, out_ptr, eps,
+def convert(
+    x_row, norm_ptr, out, chunk, eps,
     K: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr, NORM: tl.constexpr, PADDED: tl.constexpr,
-    CHUNKS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, CACHE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Convert CHUNKS chunks of row `program_id(1)` of x; chunks with non-finite values get a NaN unit."""
+    """Convert CHUNKS chunks of one row of x; chunks with non-finite values get a NaN unit.
+
+    CACHE   cache modifier of loads of x: ".cg" if other programs of this kernel wrote it
+    PADDED  K as a power of two, for the sum of squares
+    """
     C: tl.constexpr = (K + 31) // 32
     RUNS: tl.constexpr = 8 // RUN
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    x_row = x_ptr + row * K
-    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     ok = chunk < C
-    x0 = load_plane(x_row, chunk, 0, K, C, 32, RUN, CHUNKS)
-    x1 = load_plane(x_row, chunk, 1, K, C, 32, RUN, CHUNKS)
-    x2 = load_plane(x_row, chunk, 2, K, C, 32, RUN, CHUNKS)
-    x3 = load_plane(x_row, chunk, 3, K, C, 32, RUN, CHUNKS)
+    x0 = load_plane(x_row, chunk, 0, K, C, 32, RUN, CHUNKS, CACHE)
+    x1 = load_plane(x_row, chunk, 1, K, C, 32, RUN, CHUNKS, CACHE)
+    x2 = load_plane(x_row, chunk, 2, K, C, 32, RUN, CHUNKS, CACHE)
+    x3 = load_plane(x_row, chunk, 3, K, C, 32, RUN, CHUNKS, CACHE)
     factor = 1.0
     if NORM:
         x0 *= load_plane(norm_ptr, chunk, 0, K, C, 32, RUN, CHUNKS)
@@ -63,7 +61,7 @@ def digits_kernel(
         x2 *= load_plane(norm_ptr, chunk, 2, K, C, 32, RUN, CHUNKS)
         x3 *= load_plane(norm_ptr, chunk, 3, K, C, 32, RUN, CHUNKS)
         k = tl.arange(0, PADDED)
-        wide = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
+        wide = tl.load(x_row + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
         factor = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / K + eps)
 
     top = largest(largest(tl.abs(x0), tl.abs(x1)), largest(tl.abs(x2), tl.abs(x3)))
@@ -88,7 +86,6 @@ def digits_kernel(
     x_high = dot(ones, high_b, dot(ones, high_a, none, True, ASSEMBLY), True, ASSEMBLY)
     sums = tl.sum(tl.reshape(x_high * 256 + x_low, (CHUNKS, RUNS, 4 // RUNS)), 2)
 
-    out = out_ptr + row * ((17 + RUNS) * C)
     word = (chunk * 4)[:, None] + tl.arange(0, 4)[None, :]
     tl.store(out + word, low_a, mask=ok[:, None])
     tl.store(out + 4 * C + word, low_b, mask=ok[:, None])
@@ -98,11 +95,65 @@ def digits_kernel(
     tl.store(out + 17 * C + (chunk * RUNS)[:, None] + tl.arange(0, RUNS)[None, :], sums, mask=ok[:, None])
 
 
+@triton.jit
+def digits_kernel(
+    x_ptr, norm_ptr, out_ptr, eps,
+    K: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr, NORM: tl.constexpr, PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Convert CHUNKS chunks of row `program_id(1)` of x."""
+    wait_for_previous(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    out = out_ptr + row * ((17 + 8 // RUN) * ((K + 31) // 32))
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    convert(x_ptr + row * K, norm_ptr, out, chunk, eps, K, CODE, RUN, NORM, PADDED, CHUNKS, "", ASSEMBLY)
+
+
+@triton.jit
+def gemv_digits_kernel(
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, expert_ptr, out_ptr, n, eps, digits_ptr, counter_ptr,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    LATE: tl.constexpr, NEXT_N: tl.constexpr, NEXT_CODE: tl.constexpr, NEXT_RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel`; the last program to finish outputs of a chunk also converts the chunk for the next product.
+
+    NEXT_N, NEXT_CODE, NEXT_RUN   outputs per row, and the code and runs of the next product's weight
+    """
+    gemv_kernel(
+        x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+        residual_ptr, expert_ptr, out_ptr, n, eps,
+        K, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT,
+        SHARE, ROWS, CHUNKS, TOKENS, FIXED, LATE, PDL,
+    )  # fmt: skip
+    C: tl.constexpr = NEXT_N // 32
+    PARTS: tl.constexpr = 32 // (ROWS // 2 if GATE != "" else ROWS)  # programs per chunk
+    spot = tl.program_id(0) // PARTS
+    if is_last(counter_ptr + tl.program_id(1) * C + spot, PARTS):
+        for i in tl.static_range(TOKENS):
+            row = (tl.program_id(1) * TOKENS + i).to(tl.int64)
+            out = digits_ptr + row * ((17 + 8 // NEXT_RUN) * C)
+            chunk = spot + tl.arange(0, 1)
+            convert(
+                out_ptr + row * NEXT_N, out_ptr, out, chunk, 0.0,
+                NEXT_N, NEXT_CODE, NEXT_RUN, False, 1, 1, ".cg", ASSEMBLY,
+            )  # fmt: skip
+
+
+def empty_digits(tokens: int, k: int, run: int, device: torch.device) -> Tensor:
+    """Uninitialized fixed-point rows: int32 [tokens, C * (17 + 8 / run)]."""
+    return torch.empty(tokens, -(-k // CODES["int4"].chunk) * (17 + HALVES // run), dtype=torch.int32, device=device)
+
+
 def digits(x: Tensor, code: str, run: int, norm: Norm | None) -> Tensor:
     """x [num_tokens, K], normalized if there is a norm -> int32 [num_tokens, C * (17 + 8 / run)]."""
     tokens, k = x.shape
     chunks = -(-k // CODES[code].chunk)
-    out = torch.empty(tokens, chunks * (17 + HALVES // run), dtype=torch.int32, device=x.device)
+    out = empty_digits(tokens, k, run, x.device)
     launch(
         digits_kernel,
         (-(-chunks // CHUNKS), tokens),

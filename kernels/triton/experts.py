@@ -13,7 +13,7 @@ at full memory bandwidth), 40 us with 14 launches on an H200 (8 us at full bandw
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,13 +22,28 @@ from torch import Tensor
 
 from ..experts import route, tile_size
 from ..layer_weights import FUSED_EXPERTS, FUSED_HYPER, ExpertsWeights, LinearPart, Norm, has_only
-from .launch import card_of, launch, power_of_2, wait_for_previous
-from .product import Extras, Pairs, Tiles, expert_product, product
-from .product_tiles import SMALL_TOKENS, is_fixed
+from .digits import convert, empty_digits
+from .gemv import gemv_kernel
+from .launch import card_of, counters, has_ptx, is_last, launch, power_of_2, wait_for_previous
+from .layout import CODES
+from .product import (
+    COUNTERS,
+    After,
+    Extras,
+    Pairs,
+    Tiles,
+    chained,
+    expert_product,
+    expert_tile,
+    launch_gemv,
+    product,
+)
+from .product_tiles import SMALL_TOKENS, gemv_tiles, is_fixed
 from .rms_norm import add_normed, normed
-from .segments import FUSED, centred, only_part
+from .segments import FUSED, centred, of_normed, only_part, through
 
 BLOCK = 1024
+CONVERTED = 64  # chunks of x that a program beside the router's product converts
 _GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
 _STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked", "table"}
 
@@ -56,22 +71,24 @@ def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
 def _step(x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
     """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert.
 
+    A single row is normed by the kernels that read it, and the last programs of the router's product also route it.
     With hyper-connections there is no residual.
     """
     assert weights.stacked is not None
-    many, router = weights.stacked[0].prepared, only_part(weights.router, x)
-    # with one row the norm can be fused into the router's GEMV and into the fixed-point conversion of x
-    one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
-    folds = one_by_one and not weights.share_inputs and is_fixed(many.code, many.run, card_of(x.device))
-    folds = folds and router is not None and weights.shared_gate_up is None
-    norm = weights.norm if folds and weights.norm is not None and weights.norm.bias is None else None
-    seen = x if norm is not None else normed(x, weights.norm)
-    logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
-    chosen, shares = routed(logits, weights, ids)
+    router, apart = only_part(weights.router, x), weights.share_inputs or tile_size(weights.top_k, len(weights.down))
+    single = router is not None and x.shape[0] == 1 and not apart
+    seen, norm = centred(x, weights.norm) if single else (normed(x, weights.norm), None)
+    given = None
+    if single and (made := _routed_by_product(seen, norm, weights)) is not None:
+        chosen, shares, given = made
+    else:
+        logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
+        chosen, shares = routed(logits, weights, ids)
+    more, gate = _shared(seen, weights, norm, given)
     taken, shares = _weighted_inputs(seen, shares, weights)
     residual = x if weights.hyper is None else None
-    outputs = _expert_outputs(taken, chosen, weights, norm=norm)
-    summed(outputs, shares, x, residual, *_shared(seen, weights), weights.shared_scale)
+    sums = Sums(shares, x, residual, more, gate, weights.shared_scale)
+    _expert_outputs(taken, chosen, weights, sums, norm=norm, given=given)
     return x
 
 
@@ -89,16 +106,24 @@ def _normed_shared(x: Tensor, weights: ExpertsWeights, norm: Norm) -> Tensor:
     return output
 
 
-def _shared(x: Tensor, weights: ExpertsWeights, norm: Norm | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """Output of the shared expert of norm(x) and the logit of its gate, in the dtype of x; None if absent."""
+def _shared(
+    x: Tensor, weights: ExpertsWeights, norm: Norm | None = None, given: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Output of the shared expert of norm(x) and the logit of its gate, in the dtype of x; None if absent.
+
+    given   norm(x) in fixed point, for the codes of the routed experts
+    """
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None, None
     part = only_part(weights.shared_gate_up, x)
     assert part is not None
     seen, inside = centred(x, norm)
-    limit = weights.shared_limit or 0.0
-    hidden = product(seen, part.prepared, Extras(part.bias, inside, gate=weights.activation, limit=limit))
-    return weights.shared_down(hidden), None if weights.shared_gate is None else weights.shared_gate(x)
+    first = Extras(part.bias, inside, gate=weights.activation, limit=weights.shared_limit or 0.0)
+    if given is not None and weights.stacked is not None:
+        other = weights.stacked[0].prepared
+        given = given if (part.prepared.code, part.prepared.run) == (other.code, other.run) else None
+    gate = None if weights.shared_gate is None else of_normed(x, norm, weights.shared_gate)[0]
+    return through(seen, part, first, weights.shared_down, given=given), gate
 
 
 def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:
@@ -118,7 +143,7 @@ def mixture(
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
     taken, shares = _weighted_inputs(seen, shares, weights)
-    summed(_expert_outputs(taken, chosen, weights, activate), shares, total)
+    _expert_outputs(taken, chosen, weights, Sums(shares, total), activate)
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
 
@@ -129,17 +154,31 @@ def _weighted_inputs(x: Tensor, shares: Tensor, weights: ExpertsWeights) -> tupl
     return (x.unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
 
 
+class Sums(NamedTuple):
+    """Arguments of the sum of each token's expert outputs: `out` = shares · outputs + residual + more."""
+
+    shares: Tensor  # float32 [num_tokens, top_k]
+    out: Tensor  # [num_tokens, hidden]
+    residual: Tensor | None = None  # may be `out`
+    more: Tensor | None = None  # [num_tokens, hidden]; times `factor`, and sigmoid(gate) if there is a `gate`
+    gate: Tensor | None = None  # [num_tokens, 1]
+    factor: float = 1.0
+
+
 def _expert_outputs(
     x: Tensor,
     chosen: Tensor,
     weights: ExpertsWeights,
+    sums: Sums,
     activate: Callable[[Tensor], Tensor] | None = None,
     norm: Norm | None = None,
-) -> Tensor:
-    """Expert output of each pair: [num_tokens * top_k, hidden], dtype of x. x has one row per token or per pair.
+    given: Tensor | None = None,
+) -> None:
+    """Sum the expert outputs of all pairs. x has one row per token or per pair.
 
     activate   used if the activation cannot be fused into the product
-    norm       of x; only for a single row converted to fixed point
+    norm       of x; only for a single row
+    given      that row in fixed point, normalized, if a kernel before converted it
     """
     assert weights.stacked is not None
     gate_up, down = weights.stacked
@@ -147,11 +186,16 @@ def _expert_outputs(
     size = tile_size(chosen.numel(), count)
     pairs = Pairs(chosen, count, sorted_by_expert(chosen, count, size) if size else None)
     gate = weights.activation if weights.activation in _GATES else ""
-    first = Extras(gate_up.bias, norm, gate=gate, limit=weights.limit or 0.0)
-    hidden = expert_product(x, gate_up.prepared, first, pairs)
+    first, then = Extras(gate_up.bias, norm, gate=gate, limit=weights.limit or 0.0), Extras(down.bias)
     if activate is not None and not gate:
-        hidden = activate(hidden)
-    return expert_product(hidden, down.prepared, Extras(down.bias), pairs)
+        hidden = activate(expert_product(x, gate_up.prepared, first, pairs))
+        summed(expert_product(hidden, down.prepared, then, pairs), sums)
+        return
+    after = None if size else _summing(sums)
+    both = x, gate_up.prepared, first, down.prepared, then
+    outputs = chained(*both, pairs=pairs, given=given, after=after)
+    if after is None:
+        summed(outputs, sums)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts"])
@@ -232,18 +276,17 @@ def sorted_by_expert(chosen: Tensor, num_experts: int, size: int) -> Tiles:
     return Tiles(size, places, experts)
 
 
-@triton.jit(do_not_specialize=["num_experts"])
-def _route_kernel(
-    logits_ptr, bias_ptr, scale_ptr, chosen_ptr, share_ptr, num_experts, factor,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    SCALES: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _route(
+    logits_ptr, bias_ptr, scale_ptr, chosen_ptr, share_ptr, token, num_experts, factor,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr,
+    SCALES: tl.constexpr, NORMED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Select the experts of one token and their weights; ties go to the lower index."""
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     ok = e < num_experts
-    logits = tl.load(logits_ptr + token * num_experts + e, mask=ok, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + token * num_experts + e, mask=ok, other=float("-inf"), cache_modifier=CACHE)
+    logits = logits.to(tl.float32)
     broken = tl.max(tl.where(logits != logits, 1, 0), 0) > 0
     scores = logits
     if KIND == "softmax":
@@ -254,7 +297,7 @@ def _route_kernel(
     elif KIND == "sqrt_softplus":
         scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
     wanted = scores
-    if BIAS:
+    if OFFSETS:
         wanted += tl.load(bias_ptr + e, mask=ok, other=0.0)
     wanted = tl.where(ok & (wanted == wanted), wanted, float("-inf"))
     slot = tl.arange(0, SLOTS)
@@ -280,6 +323,55 @@ def _route_kernel(
     tl.store(share_ptr + token * TOP_K + slot, shares, mask=there)
 
 
+@triton.jit(do_not_specialize=["num_experts"])
+def _route_kernel(
+    logits_ptr, bias_ptr, scale_ptr, chosen_ptr, share_ptr, num_experts, factor,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, KIND: tl.constexpr, OFFSETS: tl.constexpr,
+    SCALES: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_route` of token `program_id(0)`."""
+    wait_for_previous(PDL)
+    _route(
+        logits_ptr, bias_ptr, scale_ptr, chosen_ptr, share_ptr, tl.program_id(0).to(tl.int64), num_experts, factor,
+        TOP_K, SLOTS, EXPERTS, KIND, OFFSETS, SCALES, NORMED, "",
+    )  # fmt: skip
+
+
+@triton.jit
+def _gemv_route_kernel(
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, expert_ptr, out_ptr, n, eps, choice_ptr, factor_ptr, chosen_ptr, share_ptr, counter_ptr, digits_ptr,
+    factor,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    LATE: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    KIND: tl.constexpr, OFFSETS: tl.constexpr, SCALES: tl.constexpr, NORMED: tl.constexpr, NEXT_CODE: tl.constexpr,
+    NEXT_RUN: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel` of a router and one token in BLOCKS programs, the last of which routes the token.
+
+    Further programs convert AT_ONCE chunks of the same normalized row for the experts (NEXT_CODE, NEXT_RUN).
+    """
+    if tl.program_id(0) < BLOCKS:
+        gemv_kernel(
+            x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+            residual_ptr, expert_ptr, out_ptr, n, eps,
+            K, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT,
+            SHARE, ROWS, CHUNKS, TOKENS, FIXED, LATE, PDL,
+        )  # fmt: skip
+        if is_last(counter_ptr, BLOCKS):
+            _route(
+                out_ptr, choice_ptr, factor_ptr, chosen_ptr, share_ptr, 0, n, factor,
+                TOP_K, SLOTS, EXPERTS, KIND, OFFSETS, SCALES, NORMED, ".cg",
+            )  # fmt: skip
+    else:
+        wait_for_previous(PDL)
+        chunk = (tl.program_id(0) - BLOCKS) * AT_ONCE + tl.arange(0, AT_ONCE)
+        convert(x_ptr, norm_ptr, digits_ptr, chunk, eps, K, NEXT_CODE, NEXT_RUN, NORM, PADDED, AT_ONCE, "", ASSEMBLY)
+
+
 def routed(logits: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`experts.route` with int32 expert indices: [num_tokens, top_k] both.
 
@@ -290,76 +382,142 @@ def routed(logits: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -
         return chosen.int(), shares
     tokens, count = logits.shape
     logits = logits.contiguous()
-    chosen = torch.empty(tokens, weights.top_k, dtype=torch.int32, device=logits.device)
-    shares = torch.empty(tokens, weights.top_k, dtype=torch.float32, device=logits.device)
-    bias, scales = weights.choice_bias, weights.expert_scales
-    launch(
-        _route_kernel,
-        (tokens,),
-        *(logits, shares if bias is None else bias, shares if scales is None else scales, chosen, shares),
-        *(count, float(weights.scale)),
-        TOP_K=weights.top_k,
-        SLOTS=power_of_2(weights.top_k),
-        EXPERTS=power_of_2(count),
-        KIND=weights.router_kind,
-        BIAS=bias is not None,
-        SCALES=scales is not None,
-        NORMED=weights.renormalise and weights.router_kind != "softmax_topk",
-        num_warps=1,
-    )
+    chosen, shares = _empty_routes(tokens, weights, logits.device)
+    given = *_choice_factors(weights, shares), chosen, shares
+    launch(_route_kernel, (tokens,), logits, *given, count, float(weights.scale), **_kinds(weights, count), num_warps=1)
     return chosen, shares
 
 
-@triton.jit(do_not_specialize=["dim"])
-def _sum_kernel(
-    given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, out_ptr, dim, factor,
-    TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, MORE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+def _empty_routes(tokens: int, weights: ExpertsWeights, device: torch.device) -> tuple[Tensor, Tensor]:
+    chosen = torch.empty(tokens, weights.top_k, dtype=torch.int32, device=device)
+    return chosen, torch.empty(tokens, weights.top_k, dtype=torch.float32, device=device)
+
+
+def _choice_factors(weights: ExpertsWeights, instead: Tensor) -> list[Tensor]:
+    """What is added to each expert's score, and what multiplies its weight; `instead` if absent."""
+    return [instead if one is None else one for one in (weights.choice_bias, weights.expert_scales)]
+
+
+def _kinds(weights: ExpertsWeights, count: int) -> dict[str, Any]:
+    """Constants of `_route`."""
+    return {
+        "TOP_K": weights.top_k,
+        "SLOTS": power_of_2(weights.top_k),
+        "EXPERTS": power_of_2(count),
+        "KIND": weights.router_kind,
+        "OFFSETS": weights.choice_bias is not None,
+        "SCALES": weights.expert_scales is not None,
+        "NORMED": weights.renormalise and weights.router_kind != "softmax_topk",
+    }
+
+
+def _routed_by_product(
+    x: Tensor, norm: Norm | None, weights: ExpertsWeights
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """`routed`, and norm(x) in fixed point if the experts read that, for one row in one launch; None if it cannot."""
+    router, many = only_part(weights.router, x), None if weights.stacked is None else weights.stacked[0].prepared
+    assert router is not None and many is not None
+    p, card, (count, k) = router.prepared, card_of(x.device), router.prepared.shape
+    choice = gemv_tiles(count, k, p.code, card, False, is_fixed(p.code, p.run, card))[0]
+    if weights.groups > 1 or weights.table is not None or "fixed" in choice:
+        return None
+    x = x.contiguous()
+    chosen, shares = _empty_routes(1, weights, x.device)
+    logits = torch.empty(1, count, dtype=x.dtype, device=x.device)
+    reading = expert_tile(many, Extras(gate=weights.activation), Pairs(chosen, len(weights.down), None), card)
+    digits = empty_digits(1, k, many.run, x.device) if "fixed" in reading else None
+    kinds: dict[str, Any] = {"BLOCKS": -(-count // choice["rows"]), "PADDED": power_of_2(k), "AT_ONCE": CONVERTED}
+    kinds |= {"NEXT_CODE": many.code, "NEXT_RUN": many.run, "ASSEMBLY": has_ptx(x.device)} | _kinds(weights, count)
+    more = counters(x.device, COUNTERS), logits if digits is None else digits, float(weights.scale)
+    arguments = *_choice_factors(weights, shares), chosen, shares, *more
+    programs = 0 if digits is None else -(-k // (CODES[many.code].chunk * CONVERTED))
+    after = After(_gemv_route_kernel, programs, arguments, kinds)
+    launch_gemv(x, p, logits, Extras(router.bias, norm), choice, after=after)
+    return chosen, shares, digits
+
+
+@triton.jit
+def _sum(
+    given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, total_ptr, token, d, dim, factor,
+    TOP_K: tl.constexpr, ADDS: tl.constexpr, MORE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sum of BLOCK elements of one token."""
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Weighted sum of elements d, [BLOCK], of one token."""
     ok = d < dim
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
         pair = token * TOP_K + i
-        total += tl.load(given_ptr + pair * dim + d, mask=ok, other=0.0).to(tl.float32) * tl.load(share_ptr + pair)
+        one = tl.load(given_ptr + pair * dim + d, mask=ok, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        total += one * tl.load(share_ptr + pair)
     if MORE:
         more = tl.load(more_ptr + token * dim + d, mask=ok, other=0.0).to(tl.float32)
-        if SHARE:
+        if GATED:
             logit = tl.load(gate_ptr + token).to(tl.float32)
             more *= tl.where(logit == logit, 1.0 / (1.0 + tl.exp(tl.minimum(-logit, 88.0))), logit)
         total += more * factor
-    if RESIDUAL:
+    if ADDS:
         total += tl.load(residual_ptr + token * dim + d, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * dim + d, total.to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(total_ptr + token * dim + d, total.to(total_ptr.dtype.element_ty), mask=ok)
 
 
-def summed(
-    given: Tensor,
-    shares: Tensor,
-    out: Tensor,
-    residual: Tensor | None = None,
-    more: Tensor | None = None,
-    gate: Tensor | None = None,
-    factor: float = 1.0,
-) -> None:
-    """Sum each token's expert outputs, given [num_tokens * top_k, hidden], by `shares` into `out` [num_tokens, hidden].
+@triton.jit(do_not_specialize=["dim"])
+def _sum_kernel(
+    given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, total_ptr, dim, factor,
+    TOP_K: tl.constexpr, ADDS: tl.constexpr, MORE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`_sum` of BLOCK elements of token `program_id(0)`."""
+    wait_for_previous(PDL)
+    token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _sum(
+        given_ptr, share_ptr, residual_ptr, more_ptr, gate_ptr, total_ptr, token, d, dim, factor,
+        TOP_K, ADDS, MORE, GATED, BLOCK, "",
+    )  # fmt: skip
 
-    shares     float32 [num_tokens, top_k]
-    residual   added; may be `out`
-    more       [num_tokens, hidden], added; times `factor`, and sigmoid(gate) if there is a `gate` [num_tokens, 1]
-    """
-    tokens, top_k = shares.shape
-    parts = [given if part is None else part.contiguous() for part in (residual, more, gate)]
-    launch(
-        _sum_kernel,
-        (tokens, -(-out.shape[1] // BLOCK)),
-        *(given, shares, *parts, out, out.shape[1], factor),
-        TOP_K=top_k,
-        RESIDUAL=residual is not None,
-        MORE=more is not None,
-        SHARE=gate is not None,
-        BLOCK=BLOCK,
-    )
+
+@triton.jit
+def _gemv_sum_kernel(
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, expert_ptr, out_ptr, n, eps, share_ptr, onto_ptr, more_ptr, gate_ptr, total_ptr, counter_ptr, factor,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    LATE: tl.constexpr, TOP_K: tl.constexpr, ADDS: tl.constexpr, MORE: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel` of pairs; the last program of a token to finish ROWS outputs also sums them."""
+    gemv_kernel(
+        x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+        residual_ptr, expert_ptr, out_ptr, n, eps,
+        K, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT,
+        SHARE, ROWS, CHUNKS, TOKENS, FIXED, LATE, PDL,
+    )  # fmt: skip
+    token = tl.program_id(1) // TOP_K
+    if is_last(counter_ptr + token * tl.num_programs(0) + tl.program_id(0), TOP_K):
+        _sum(
+            out_ptr, share_ptr, onto_ptr, more_ptr, gate_ptr, total_ptr, token.to(tl.int64),
+            tl.program_id(0) * ROWS + tl.arange(0, ROWS), n, factor, TOP_K, ADDS, MORE, GATED, ROWS, ".cg",
+        )  # fmt: skip
+
+
+def summed(given: Tensor, sums: Sums) -> None:
+    """Sum each token's expert outputs, given [num_tokens * top_k, hidden]."""
+    (tokens, _), dim = sums.shares.shape, sums.out.shape[1]
+    arguments, kinds = _sum_arguments(sums)
+    launch(_sum_kernel, (tokens, -(-dim // BLOCK)), given, *arguments, dim, sums.factor, BLOCK=BLOCK, **kinds)
+
+
+def _summing(sums: Sums) -> After | None:
+    """The product whose last programs sum; None if there are not enough counters."""
+    arguments, kinds = _sum_arguments(sums)
+    if sums.out.numel() > COUNTERS:
+        return None
+    counter = counters(sums.out.device, COUNTERS)
+    return After(_gemv_sum_kernel, 0, (*arguments, counter, sums.factor), kinds)
+
+
+def _sum_arguments(sums: Sums) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    parts = [sums.out if part is None else part.contiguous() for part in (sums.residual, sums.more, sums.gate)]
+    more = {"ADDS": sums.residual is not None, "MORE": sums.more is not None, "GATED": sums.gate is not None}
+    return (sums.shares, *parts, sums.out), {"TOP_K": sums.shares.shape[1]} | more

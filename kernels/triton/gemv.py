@@ -40,33 +40,36 @@ def _load_words(
 
 
 @triton.jit
-def load_run(ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr):
-    """float32 [CHUNKS, RUN]: elements [first, first + RUN) of each chunk."""
+def load_run(
+    ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
+    CACHE: tl.constexpr = "",
+):  # fmt: skip
+    """float32 [CHUNKS, RUN]: elements [first, first + RUN) of each chunk, read with cache modifier CACHE."""
     k = chunk[:, None] * CHUNK + first + tl.arange(0, RUN)[None, :]
     if K % CHUNK == 0:
         ok = (chunk < C)[:, None]
     else:
         ok = k < K
-    return tl.load(ptr + k, mask=ok, other=0.0).to(tl.float32)
+    return tl.load(ptr + k, mask=ok, other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
 def load_plane(
     ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
     """float32 [CHUNKS, 8]: the elements multiplied by plane PLANE of a chunk's halves, all eight in one thread."""
     STEP: tl.constexpr = CHUNK * RUN // 8  # elements of a run of halves
     at: tl.constexpr = PLANE * RUN
-    x = load_run(ptr, chunk, at, K, C, CHUNK, RUN)
+    x = load_run(ptr, chunk, at, K, C, CHUNK, RUN, CACHE)
     if RUN == 4:
-        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN, CACHE)
         x = tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (CHUNKS, 8))
     elif RUN == 2:
-        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN, CACHE)
         low = tl.join(x, y)
-        x = load_run(ptr, chunk, at + 2 * STEP, K, C, CHUNK, RUN)
-        y = load_run(ptr, chunk, at + 3 * STEP, K, C, CHUNK, RUN)
+        x = load_run(ptr, chunk, at + 2 * STEP, K, C, CHUNK, RUN, CACHE)
+        y = load_run(ptr, chunk, at + 3 * STEP, K, C, CHUNK, RUN, CACHE)
         x = tl.reshape(tl.permute(tl.join(low, tl.join(x, y)), (0, 3, 2, 1)), (CHUNKS, 8))
     return x
 

@@ -43,6 +43,18 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def is_last(counter, programs):
+    """Whether this is the last of `programs` programs to call this; it sees what the others wrote if it reads past L1
+    (".cg"). `counter` is zero before and after.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
 @cache
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, as set when they were decorated."""

@@ -22,7 +22,7 @@ from ..layer_weights import Norm
 from ..verify.tuning import Sampled, Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
-from .digits import digits
+from .digits import digits, empty_digits, gemv_digits_kernel
 from .launch import card_of, counters, has_ptx, interpreting, launch
 from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, few_rows, few_tiles, gemm_tiles, gemv_tiles, is_fixed
@@ -52,6 +52,15 @@ class Extras(NamedTuple):
 
 
 PLAIN = Extras()
+
+
+class After(NamedTuple):
+    """A kernel that is a GEMV and what follows it, done by its last programs."""
+
+    kernel: Any
+    programs: int = 0  # besides those of the GEMV
+    arguments: tuple[Any, ...] = ()  # after those of the GEMV
+    constants: Mapping[str, Any] = {}
 
 
 class Tiles(NamedTuple):
@@ -103,17 +112,53 @@ def product(
     return out
 
 
-def _run(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
-    """Run the product with the kernel of `choice`."""
+def chained(
+    x: Tensor, p: Prepared, extras: Extras, second: Prepared, then: Extras, *, out: Tensor | None = None,
+    pairs: Pairs | None = None, given: Tensor | None = None, after: After | None = None,
+) -> Tensor:  # fmt: skip
+    """product(product(x, p, extras), second, then, out=out) for `fusable` weights, or `expert_product` twice.
+
+    If the second product reads fixed point, the first one converts its own outputs, which saves a launch.
+
+    given   x in fixed point for this code and runs, normalized, if a kernel before converted it
+    after   replaces the second kernel, which must be a GEMV
+    """
+    x, card = x.contiguous(), card_of(x.device)
+    hidden = _empty_outputs(x, p, extras.gate, pairs)
+    if out is None:
+        out = _empty_outputs(x, second, then.gate, pairs)
+    if pairs is None:
+        choice, next_choice = _picked(x, p, hidden, extras, card), _picked(hidden, second, out, then, card)
+    else:
+        choice, next_choice = (expert_tile(*one, pairs, card) for one in ((p, extras), (second, then)))
+    made = converting = None
+    if "chunks" in choice and "fixed" in next_choice:
+        made, converting = _converting(hidden, choice, extras.gate, pairs, second)
+    _run(x, p, hidden, extras, choice, pairs, given, converting)
+    _run(hidden, second, out, then, next_choice, pairs, made, after)
+    return out
+
+
+def _empty_outputs(x: Tensor, p: Prepared, gate: str, pairs: Pairs | None) -> Tensor:
+    count, experts = (x.shape[0], 1) if pairs is None else (pairs.chosen.numel(), pairs.num_experts)
+    return torch.empty(count, p.shape[0] // (experts * (2 if gate else 1)), dtype=x.dtype, device=x.device)
+
+
+def _run(
+    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None,
+    given: Tensor | None = None, after: After | None = None,
+) -> None:  # fmt: skip
+    """Run the product with the kernel of `choice`; other arguments as in `launch_gemv`."""
     if extras.norm is not None and x.shape[0] > 1 and "fixed" not in choice:
         # with several rows a separate norm kernel costs less than reading all rows in every program
         x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     if choice is CUBLAS:
         _slab_product(x, p, out, extras.bias)
     elif "chunks" in choice:
-        launch_gemv(x, p, out, extras, choice)
+        launch_gemv(x, p, out, extras, choice, pairs, given, after)
     else:
-        launch_gemm(x, p, out, extras, choice)
+        assert after is None
+        launch_gemm(x, p, out, extras, choice, pairs)
 
 
 def linear(x: Tensor, p: Prepared, bias: Tensor | None = None, *, fixed_order: bool = False) -> Tensor:
@@ -175,40 +220,48 @@ def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs) -> Tens
     p        weights of all experts, stacked; biases likewise
     extras   a norm requires pairs without tiles; the gate may be swiglu_oai
     """
-    x, count, gate = x.contiguous(), pairs.chosen.numel(), extras.gate
-    n = p.shape[0] // pairs.num_experts
-    out = torch.empty(count, n // (2 if gate else 1), dtype=x.dtype, device=x.device)
-    card, arguments = card_of(x.device), (x, p, out, extras)
-    if pairs.tiles is None:
-        fixed = is_fixed(p.code, p.run, card)
-        choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
-        launch_gemv(*arguments, choice, pairs)
-    else:
-        assert extras.norm is None, "tiled products do not support a norm"
-        choice = gemm_tiles(n, p.shape[1], p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
-        assert choice["tokens"] == pairs.tiles.size
-        launch_gemm(*arguments, choice, pairs)
+    x, out = x.contiguous(), _empty_outputs(x, p, extras.gate, pairs)
+    _run(x, p, out, extras, expert_tile(p, extras, pairs, card_of(x.device)), pairs)
     return out
 
 
-def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None) -> None:
-    """Launch `gemv.gemv_kernel` for x [num_tokens, K]; `pairs` as in `expert_product`."""
+def expert_tile(p: Prepared, extras: Extras, pairs: Pairs, card: Card) -> Tile:
+    """Tile constants for a product of pairs."""
+    n, k = p.shape[0] // pairs.num_experts, p.shape[1]
+    if pairs.tiles is None:
+        fixed = is_fixed(p.code, p.run, card)
+        return gemv_tiles(n * pairs.chosen.numel(), k, p.code, card, bool(extras.gate), fixed)[0]
+    assert extras.norm is None, "tiled products do not support a norm"
+    choice = gemm_tiles(n, k, p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
+    assert choice["tokens"] == pairs.tiles.size
+    return choice
+
+
+def launch_gemv(
+    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None,
+    given: Tensor | None = None, after: After | None = None,
+) -> None:  # fmt: skip
+    """Launch `gemv.gemv_kernel`, or the kernel of `after`, for x [num_tokens, K]; `pairs` as in `expert_product`.
+
+    given   x in fixed point, if a kernel before this one converted it
+    """
     high = p.low if p.high is None else p.high
     bias, norm, residual, gate, limit = extras
     outputs = choice["rows"] // (2 if gate else 1)
     fixed, alone = "fixed" in choice, pairs is not None or card_of(x.device).capability < 80
     together = 1 if alone else max(1, out.shape[0])  # rows of x per program
     if fixed:
-        x, norm = digits(x, p.code, p.run, norm), None
+        x, norm = digits(x, p.code, p.run, norm) if given is None else given, None
+    kernel, programs, more, constants = after or After(gemv.gemv_kernel)
     launch(
-        gemv.gemv_kernel,
-        (-(-out.shape[1] // outputs), out.shape[0] // together),
+        kernel,
+        (-(-out.shape[1] // outputs) + programs, out.shape[0] // together),
         *(x, p.low.view(torch.int32)),
         # high bits per 32-bit word of low codes: one byte for int5, two for int6 and int3
         high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
         *_scales(p),
         *(p.low if part is None else part for part in (bias, norm and norm.weight, residual, pairs and pairs.chosen)),
-        *(out, out.shape[1], 0.0 if norm is None else float(norm.eps)),
+        *(out, out.shape[1], 0.0 if norm is None else float(norm.eps), *more),
         BIAS=bias is not None,
         NORM=norm is not None,
         RESIDUAL=residual is not None,
@@ -223,7 +276,24 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         num_warps=choice["warps"],
         subnormals=True,
         **_constants(p),
+        **constants,
     )
+
+
+def _converting(
+    out: Tensor, choice: Tile, gate: str, pairs: Pairs | None, reader: Prepared
+) -> tuple[Tensor, After] | tuple[None, None]:
+    """`out` in fixed point for the product with `reader`, and the kernel that also writes that.
+
+    Nones if that takes a launch of its own: chunks that are not whole, or more of them than there are counters.
+    """
+    tokens, n = out.shape
+    chunk, programs = CODES[reader.code].chunk, tokens if pairs is not None else 1
+    if n % chunk or programs * n // chunk > COUNTERS:
+        return None, None
+    made = empty_digits(tokens, n, reader.run, out.device)
+    kinds = {"NEXT_N": n, "NEXT_CODE": reader.code, "NEXT_RUN": reader.run, "ASSEMBLY": has_ptx(out.device)}
+    return made, After(gemv_digits_kernel, 0, (made, counters(out.device, COUNTERS)), kinds)
 
 
 def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None) -> None:
@@ -270,7 +340,7 @@ def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     )
 
 
-COUNTERS = 4096  # maximum number of output tiles of a split product
+COUNTERS = 1 << 16  # maximum number of output tiles of a split product, or of chunks that a GEMV converts
 
 
 def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ from ..layer_weights import (
 from ..state_slots import StateSlots
 from .activation import gate_rows, times_gates
 from .heads import qk_norm_rope_kv
-from .product import Extras, fusable, product
+from .product import Extras, chained, fusable, product
 from .recurrent import Raw, causal_conv, gated_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
 from .rms_norm import add_normed, normed
@@ -121,12 +121,12 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
         return composed(x, weights)
     seen, norm = centred(x, weights.norm)
     first = Extras(gate_up.bias, norm, gate=weights.activation, limit=weights.limit or 0.0)
-    hidden = product(seen, gate_up.prepared, first)
+    alone = weights.hyper is not None or weights.post_norm is not None
+    rows = through(seen, gate_up, first, weights.down, None if alone else x)
     if weights.hyper is not None:
-        return weights.down(hidden)
+        return rows
     if weights.post_norm is not None:
-        return add_normed(x, weights.down(hidden), weights.post_norm, weights.scale)
-    x = onto(x, weights.down, hidden)
+        return add_normed(x, rows, weights.post_norm, weights.scale)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
@@ -243,6 +243,18 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
     """x + the product of rows, in place."""
     part = only_part(linear, rows)
     return x.add_(linear(rows)) if part is None else product(rows, part.prepared, Extras(part.bias, residual=x), out=x)
+
+
+def through(
+    x: Tensor, part: LinearPart, extras: Extras, linear: Linear, onto: Tensor | None = None, given: Tensor | None = None
+) -> Tensor:
+    """linear(product(x, part, extras)), added to `onto` in place if there is one; `given` as in `chained`."""
+    second = only_part(linear, x)
+    if second is None:
+        rows = linear(product(x, part.prepared, extras))
+        return rows if onto is None else onto.add_(rows)
+    then = Extras(second.bias, residual=onto)
+    return chained(x, part.prepared, extras, second.prepared, then, out=onto, given=given)
 
 
 def centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:

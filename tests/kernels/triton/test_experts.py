@@ -187,7 +187,8 @@ def test_the_sum_takes_residual_and_shared_expert_and_loses_no_nan(device: torch
     more, gate = torch.randn(2, 40), torch.tensor([[0.7], [torch.nan]])
     wanted = x + (given.view(2, TOP_K, 40) * shares[..., None]).sum(1) + more * gate.sigmoid()
     out = x.clone().to(device)
-    triton_experts.summed(given.to(device), shares.to(device), out, out, more.to(device), gate.to(device))
+    sums = triton_experts.Sums(shares.to(device), out, out, more.to(device), gate.to(device))
+    triton_experts.summed(given.to(device), sums)
     torch.testing.assert_close(out.cpu(), wanted, equal_nan=True)
 
 
