@@ -113,7 +113,7 @@ class Prepared(NamedTuple):
 
     shape: tuple[int, int]  # (N, K)
     code: str
-    low: Tensor  # int16 [N, C * 8]; float32 [N, K] for float32 weights, which cuBLAS multiplies
+    low: Tensor  # int16 [N, C * 8]; float32 [N, K] for weights that need float32, which cuBLAS multiplies
     high: Tensor | None = None  # uint8 [N, C * high_bytes]
     scale_kind: str = "none"
     scales: Tensor | None = None  # [N, G]; [ceil N/128, G] if `scale_rows` is 128
@@ -164,10 +164,13 @@ def _dense(w: Weight) -> Prepared:
     name = names.get(w.qweight.dtype)
     if name is None:
         raise ValueError(f"no layout for dense weights of {w.qweight.dtype}")
+    stored = w.qweight.contiguous()
     if name == "f32":
-        return Prepared(w.shape, "bf16", w.qweight)
-    halves = w.qweight.contiguous().view(torch.int16)
-    return Prepared(w.shape, name, _pad_columns(halves, HALVES))
+        bits = stored.view(torch.int32)
+        if bool((bits & 0xFFFF).any()):
+            return Prepared(w.shape, "bf16", w.qweight)
+        stored = stored.bfloat16()  # GGUF files have routers of bfloat16 models in float32: nothing is rounded
+    return Prepared(w.shape, "f16" if name == "f16" else "bf16", _pad_columns(stored.view(torch.int16), HALVES))
 
 
 def _int4g(w: Weight) -> Prepared:

@@ -15,7 +15,10 @@ from localllm.kernels.dequant import dequantize
 from localllm.kernels.layer_weights import ApartNorms, ExpertsWeights, Linear, LinearPart, Norm
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
+from localllm.kernels.triton import digits, rms_norm
 from localllm.kernels.triton import experts as triton_experts
+from localllm.kernels.triton import product as products
+from localllm.kernels.triton.launch import counters
 from localllm.kernels.triton.product_tiles import SMALL_TOKENS
 from localllm.kernels.weight import Weight
 
@@ -175,10 +178,41 @@ def test_with_hyper_connections_nothing_is_added(tokens: int, device: torch.devi
     check(made, tokens, device, replace(made.plain, hyper=None))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["int4g-32", "fp4g16"])
-def test_one_row_is_normed_where_it_is_prepared(form: str, device: torch.device) -> None:
-    check(mixture("routed by a kernel", device, form), 1, device)
+@pytest.mark.parametrize("form", ["int4g-32", slow("fp4g16"), slow("fp8-row"), slow("gguf-Q6_K")])
+def test_a_row_takes_three_launches(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is normed, routed, converted and summed by the kernels of the products, whose counters are zero afterwards."""
+    made = mixture("routed by a kernel", device, form, 256 if form.startswith("gguf") else HIDDEN)
+    launched: list[str] = []
+    for module in (triton_experts, products, digits, rms_norm):
+
+        def launch(kernel: Any, *given: Any, own: Any = module.launch, **how: Any) -> None:
+            launched.append(kernel.fn.__name__.strip("_"))
+            own(kernel, *given, **how)
+
+        monkeypatch.setattr(module, "launch", launch)
+    check(made, 1, device, replace(made.plain, norm=replace(made.plain.norm, eps=10.0)))
+    converts = form in ("int4g-32", "fp4g16")
+    first, *of_references = "gemv_digits_kernel" if converts else "gemv_kernel", "gemv_kernel", "gemv_kernel"
+    assert launched == ["gemv_route_kernel", first, "gemv_sum_kernel", *of_references], "references only run the router"
+    assert not counters(device, products.COUNTERS).any()
+
+
+@pytest.mark.parametrize("form", ["int4g-32", slow("dense-f16")])
+def test_a_shared_expert_reads_what_was_converted_for_the_others(form: str, device: torch.device) -> None:
+    made = mixture("in kernels", device, "int4g-32")
+    shared = make(form, 64, HIDDEN)
+    ours = replace(made.ours, shared_gate_up=linear(shared, device))
+    dense = Weight("dense", shared.shape, dequantize(shared).float())
+    plain = replace(made.plain, shared_gate_up=linear(dense, device, REFERENCE.name))
+    check(Both(ours, plain), 1, device, made.plain, replace(plain, shared_gate=None))
+
+
+def test_without_enough_counters_sums_and_conversions_are_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "COUNTERS", HIDDEN - 1)
+    monkeypatch.setattr(products, "COUNTERS", 0)
+    check(mixture("routed by a kernel", device, "int4g-32"), 1, device)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter

@@ -22,6 +22,7 @@ from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
 from localllm.kernels.verify.trial import SEGMENT_STEPS, compare
 from localllm.kernels.verify.tuning import AGREEMENT
+from localllm.kernels.weight import Weight
 from localllm.plan import memory
 
 from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
@@ -248,6 +249,44 @@ def test_float32_weights_keep_their_bits(device: torch.device) -> None:
     x = torch.randn(3, 64).bfloat16().to(device)
     y = product(x, prepare(on(device, weight)))
     assert torch.equal(y.cpu(), F.linear(x.float(), weight.qweight.to(device)).bfloat16().cpu())
+
+
+def test_float32_weights_of_bfloat16_models_are_stored_as_those(device: torch.device) -> None:
+    """As routers in GGUF files: `gemv` multiplies them."""
+    rounded = make("dense-f32", 9, 60).qweight.bfloat16().float()
+    weight = Weight("dense", (9, 60), rounded)
+    prepared = prepare(on(device, weight))
+    x = torch.randn(1, 60).half().to(device)
+    assert prepared.low.dtype is torch.int16 and fusable(x, prepared)
+    assert torch.equal(dequantized(prepared, slice(0, 9), torch.float32).cpu(), rounded)
+    assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.float16]
+    assert torch.equal(prepare(Weight("dense", (9, 60), rounded / 3)).low, rounded / 3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("first", "second"), [("int4g-32", "int4g-32"), ("dense-f16", "fp4g32"), ("fp4g16", "int4g-128")]
+)
+def test_a_product_converts_its_outputs_for_the_next(
+    first: str, second: str, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as two products and a conversion between them; counters are zero afterwards."""
+    up, down = (prepare(on(device, make(form, n, k))) for form, n, k in ((first, 256, 64), (second, 36, 128)))
+    x, residual = torch.randn(tokens, 64).half().to(device), torch.randn(tokens, 36).half().to(device)
+    norm = Norm(torch.linspace(0.5, 1.5, 64).to(device), 1e-6)
+    extras, then = Extras(norm=norm, gate="silu"), Extras(residual=residual)
+    launched: list[Any] = []
+    own = products.launch
+    monkeypatch.setattr(products, "launch", lambda kernel, *a, **how: launched.append(kernel) or own(kernel, *a, **how))
+    found = products.chained(x, up, extras, down, then)
+    fuses = tokens == 1 or first != "dense-f16"  # three rows of 16-bit weights are no GEMV
+    assert launched[0] is (products.gemv_digits_kernel if fuses else products.gemm.gemm_kernel)
+    assert torch.equal(found, product(product(x, up, extras), down, then))
+    assert not products.counters(device, products.COUNTERS).any()
+    monkeypatch.setattr(products, "COUNTERS", 3)  # too few for four chunks
+    launched.clear()
+    assert torch.equal(found, products.chained(x, up, extras, down, then))
+    assert products.gemv_digits_kernel not in launched
 
 
 @pytest.mark.parametrize("form", ["int4g-128", "fp4g16", "gguf-Q4_K", "dense-bf16"])
