@@ -162,7 +162,7 @@ def test_instructions_a_weight_are_counted(tmp_path: Path) -> None:
     ):
         command = [sys.executable, "-P", str(SCRIPT.with_name("gpu_instructions.py")), "90"]
         subprocess.run([*command, "--only", kernel, "--out", str(file)], env=env, check=True, timeout=600)
-        found = json.loads(file.read_text())["rows"]
+        found = [row for row in json.loads(file.read_text())["rows"] if row["kernel"] == kernel]
         assert found and all(1 < row["instructions"] < most and not row["spill_bytes"] for row in found), found
 
 
@@ -178,19 +178,19 @@ def test_the_launches_of_a_step_are_those_of_the_code() -> None:
     layer = [line.split()[:2] for line in said.splitlines() if "x 36" in line]
     assert layer == [
         *(["qkv", "digits_kernel"], ["qkv", "gemv_kernel"], ["qkv", "heads"]),
-        *(["attention", "decode_split"], ["o", "digits_kernel"], ["o", "gemv_kernel"]),
+        *(["attention", "decode_split"], ["o", "gemv_kernel"]),
         *(["mlp", "digits_kernel"], ["mlp", "gemv_digits_kernel"], ["mlp", "gemv_kernel"]),
     ]
-    assert " 332 launches, 0 of them by torch; bytes alone: 1.69 ms" in said
+    assert " 296 launches, 0 of them by torch; bytes alone: 1.69 ms" in said
     said = subprocess.run([*command, "--model", "27b"], **how).stdout
     assert [line.split()[:2] for line in said.splitlines() if "x 16" in line] == [
         *(["qkv", "digits_kernel"], ["qkv", "gemv_kernel"], ["qkv", "heads"]),
         *(["attention", kernel] for kernel in ("decode_split", "merge_splits", "times_gates")),
-        *(["o", "digits_kernel"], ["o", "gemv_kernel"]),
+        ["o", "gemv_kernel"],
     ]
     products = [line.split()[4] for line in said.splitlines() if line.split()[:2] == ["delta", "gemv_kernel"]]
     assert products == ["43.25", "0.98", "16.22"], "megabytes"
-    assert " 712 launches, 0 of them by torch" in said
+    assert " 648 launches, 0 of them by torch" in said
     said = subprocess.run([*command, "--model", "glm-flash", "--kv", "bf16"], **how).stdout
     latent = [line.split()[1] for line in said.splitlines() if line.split()[0] == "latent"]
     product = "gemv_kernel"

@@ -128,7 +128,8 @@ def chained(
     if out is None:
         out = _empty_outputs(x, second, then.gate, pairs)
     if pairs is None:
-        choice, next_choice = _picked(x, p, hidden, extras, card), _picked(hidden, second, out, then, card)
+        choice = _picked(x, p, hidden, extras, card, given is not None)
+        next_choice = _picked(hidden, second, out, then, card, "chunks" in choice)
     else:
         choice, next_choice = (expert_tile(*one, pairs, card) for one in ((p, extras), (second, then)))
     made = converting = None
@@ -404,15 +405,19 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 # ---- the choice of constants
 
 
-def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card) -> Tile:
-    """Tile constants for this shape: the measured winner on this GPU, or the first candidate."""
+def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card, given: bool = False) -> Tile:
+    """Tile constants for this shape: the measured winner on this GPU, or the first candidate.
+
+    given   a kernel before converts x to fixed point, if this product reads that
+    """
     n, k = p.shape
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
     fixed = is_fixed(p.code, p.run, card)
+    of_input = ("given",) if given and fixed else ("norm",) if extras.norm is not None and fixed else ()
     if x.shape[0] == 1 or card.capability < 80:
-        shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
+        shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate, *of_input))
     elif x.shape[0] <= few_rows(p.code, fixed):
-        shape = Shape("linear_few", (n, k, p.code, p.group, x.shape[0], extras.gate))
+        shape = Shape("linear_few", (n, k, p.code, p.group, x.shape[0], extras.gate, *of_input))
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:] and out.dtype == x.dtype:  # cuBLAS writes the dtype of x
         shape = Shape("linear_dense", (n, k, p.code, tokens))
     else:
@@ -420,7 +425,7 @@ def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card) -> 
     if not x.is_meta and (known := tuner(x.device).picked(shape)) is not None:
         return known
     if shape.op == "linear_gemv":
-        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), fixed)
+        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), fixed, not of_input)
     elif shape.op == "linear_few":
         candidates = few_tiles(n, k, p.code, card, bool(extras.gate), fixed, p.group)
     elif shape.op == "linear_dense":
@@ -429,10 +434,11 @@ def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card) -> 
         candidates = gemm_tiles(n, k, p.code, tokens, card, group=p.group)
     if x.is_meta:  # launches recorded ahead of time, possibly for another GPU
         return candidates[0]
-    return tuner(x.device).pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
+    trial = None if x.device.type != "cuda" else _trial(x, p, extras, "given" in of_input)
+    return tuner(x.device).pick(shape, candidates, trial)
 
 
-def _trial(x: Tensor, p: Prepared, extras: Extras) -> Sampled:
+def _trial(x: Tensor, p: Prepared, extras: Extras, given: bool = False) -> Sampled:
     """Return a trial that runs a candidate on random weights of this shape, created only when it is needed."""
     kinds = {name: (part.shape, part.dtype) for name, part in p._asdict().items() if isinstance(part, Tensor)}
     no_tensors: dict[str, Any] = dict.fromkeys(kinds)
@@ -441,19 +447,21 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Sampled:
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
     activation, has_norm, has_residual = extras[3:], extras.norm is not None, extras.residual is not None
 
-    def made() -> tuple[Tensor, Prepared, Tensor, Extras]:
+    def made() -> tuple[Tensor, Prepared, Tensor, Extras, Tensor | None]:
         noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
         out = torch.empty(tokens, n, device=device, dtype=dtype)
         norm = Norm(torch.ones(k, device=device), 1e-6) if has_norm else None
         more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, *activation)
-        return torch.randn(tokens, k, device=device, dtype=dtype), empty._replace(**noise), out, more
+        sample = torch.randn(tokens, k, device=device, dtype=dtype)
+        converted = digits(sample, p.code, p.run, norm) if given else None
+        return sample, empty._replace(**noise), out, more, converted
 
-    def trial(data: tuple[Tensor, Prepared, Tensor, Extras], choice: Tile) -> Callable[[], Tensor]:
-        sample, weight, out, more = data
+    def trial(data: tuple[Tensor, Prepared, Tensor, Extras, Tensor | None], choice: Tile) -> Callable[[], Tensor]:
+        sample, weight, out, more, converted = data
         out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 
         def run() -> Tensor:
-            _run(sample, weight, out, more, choice)
+            _run(sample, weight, out, more, choice, given=converted)
             return out
 
         return run

@@ -24,6 +24,9 @@ FEW_ROWS = ("iq4", "int2", "int3")  # a row takes 34 to 52 registers in `gemv_ke
 # capabilities whose memory delivers 4-bit weights faster than float32 arithmetic can use them; on others the extra
 # launch that converts x costs more than integer arithmetic saves
 FAST_MEMORY = (90, 100, 103)
+# most INT4 weights that are multiplied in float32 there as well if x has no norm. On an H100 an 8B model's output takes
+# 6.1 us (17 million), against 5.7 and 1.2 for the conversion and a launch; down (50 million) 14.1, against 12.7 and 1.2
+SMALL_WEIGHT = 1 << 25
 # (rows, warps) of `gemm_kernel`: up to 8 rows of x, up to 16, more, and more with codes that are exact operands. With
 # 16 rows of x and an 8B model's gate and up in INT4, an H100 takes 31 us with 64 rows, 88 with 32 and 164 with 16
 FEW = ((32, 2), (64, 4), (16, 1))
@@ -48,11 +51,14 @@ def is_fixed(code: str, run: int, card: Card) -> bool:
 
 
 @cache
-def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
+def gemv_tiles(
+    n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False, plain: bool = False
+) -> tuple[Tile, ...]:
     """Candidates of `gemv.gemv_kernel`: {"rows", "chunks", "warps"}, expected best first.
 
     n, k    rows of W (gate and up together) and columns
     fixed   result of `is_fixed`: adds integer candidates, {"fixed": 1}; first on FAST_MEMORY, last elsewhere
+    plain   x has no norm and is not in fixed point yet: then small INT4 weights do not repay its conversion
     """
     widest = max(triton.next_power_of_2(-(-k // CODES[code].chunk)), 32)
     most = 2 if code in FEW_ROWS else 8
@@ -66,7 +72,8 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     if not fixed:
         return tuple(floats[:MOST])
     whole = fit(FIXED, {"fixed": 1})
-    first, last = (whole, floats) if card.capability in FAST_MEMORY else (floats, whole)
+    converts = card.capability in FAST_MEMORY and not (plain and code == "int4" and n * k <= SMALL_WEIGHT)
+    first, last = (whole, floats) if converts else (floats, whole)
     return (*first[: MOST - 2], *last[:2])
 
 

@@ -281,7 +281,10 @@ def test_a_product_converts_its_outputs_for_the_next(
     found = products.chained(x, up, extras, down, then)
     fuses = tokens == 1 or first != "dense-f16"  # three rows of 16-bit weights are no GEMV
     assert launched[0] is (products.gemv_digits_kernel if fuses else products.gemm.gemm_kernel)
-    assert torch.equal(found, product(product(x, up, extras), down, then))
+    hidden, wanted = product(x, up, extras), torch.empty_like(residual)
+    choice = next(t for t in product_tiles.gemv_tiles(36, 128, down.code, Card(90, 8), False, True) if "fixed" in t)
+    products.launch_gemv(hidden, down, wanted, then, choice)
+    assert torch.equal(found, wanted)
     assert not products.counters(device, products.COUNTERS).any()
     monkeypatch.setattr(products, "COUNTERS", 3)  # too few for four chunks
     launched.clear()
@@ -456,6 +459,20 @@ def test_a_trial_launches_what_will_run() -> None:
         ((_, run),) = launches_of(call)
         wanted = (extras.norm is not None, extras.gate, extras.residual is not None, 2)
         assert (run["NORM"], run["GATE"], run["RESIDUAL"], run["ROWS"]) == wanted
+    fixed = choice | {"rows": 4, "fixed": 1}
+    for given, kernels in ((False, ["digits_kernel", "gemv_kernel"]), (True, ["gemv_kernel"])):
+        assert [name for name, _ in launches_of(products._trial(x, weight, products.PLAIN, given)(fixed))] == kernels
+
+
+def test_small_int4_weights_are_read_without_converting_x() -> None:
+    """On fast memory, unless x has a norm or is converted by the product before."""
+    card = Card(90, 132)
+    for n, k, code, plain, converts in (
+        *((4096, 4096, "int4", True, False), (4096, 4096, "int4", False, True)),
+        *((4096, 12288, "int4", True, True), (4096, 4096, "e2m1", True, True)),
+    ):
+        first, *others = product_tiles.gemv_tiles(n, k, code, card, False, True, plain)
+        assert ("fixed" in first) is converts and any(("fixed" in one) is not converts for one in others)
 
 
 LAUNCHED = """
