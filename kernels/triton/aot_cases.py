@@ -16,6 +16,7 @@ from torch import Tensor
 from ..experts import tile_size
 from ..kv_pages import KVPages
 from ..layer_weights import (
+    AttentionWeights,
     CompressedWeights,
     EntryIndexWeights,
     ExpertsWeights,
@@ -57,6 +58,7 @@ from .product_tiles import SMALL_TOKENS, few_rows, few_tiles, gemm_tiles, is_fix
 from .recurrent import Raw, causal_conv, delta_rule, gated_conv, gated_groups, gated_norm, run, state_space
 from .rms_norm import add_normed, normed, rms_norm
 from .sampling import sample
+from .segments import attn_in
 from .token_index import choose_blocks, index_pool, index_scores, index_write
 
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -177,7 +179,7 @@ def all_specs(capability: int) -> list[KernelSpec]:
         if CODES[form.code].low < 16:
             slab = partial(dequantized, described(form, HIDDEN, HIDDEN), slice(0, HIDDEN), dtype)
             found.append(_linear(f"{form.name} slab", card, slab))
-    return found + list(_rounding_specs(card))
+    return [*found, *_heads_specs(dtype, card), *_rounding_specs(card)]
 
 
 # ---- ops
@@ -576,6 +578,27 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
         for one in _recorded(card, call):
             if one.kernel is gemv_digits_kernel:
                 yield KernelSpec("linear", "triton", f"{form.name} M=1 norm gated converted", one, decode=True)
+
+
+def _heads_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
+    """QKV products of one row that finish their heads: of an 8B model, and gated heads of 256."""
+    native, impl = TYPES[dtype].removeprefix("*"), next(one for one in IMPLS["linear"] if one.name == "triton")
+    cases = [(form.name, "fp8", 128) for form in FORMS if form.name in MAIN_FORMS]
+    cases += [("int4 g128", kv_format, dim) for kv_format in (native, "int8", "fp8") for dim in (128, 256)]
+    forms = {form.name: form for form in FORMS if form.code != "bf16" or card.capability >= 80}
+    for name, kv_format, dim in dict.fromkeys(cases):
+        if name not in forms:
+            continue
+        heads, kv_heads, gated = HIDDEN // dim, 8, dim == 256
+        n, norm = (heads * (1 + gated) + 2 * kv_heads) * dim, Norm(_meta(torch.float32, dim), 1e-6)
+        part = LinearPart(impl, described(forms[name], n, HIDDEN), None, (n, HIDDEN))
+        first, pages = Norm(_meta(torch.float32, HIDDEN), 1e-6), _pages(kv_format, kv_heads, 16, dim)
+        both = first, Linear((part,)), Linear((part,))
+        weights = AttentionWeights(*both, heads, kv_heads, dim, 0.1, norm, norm, gate=gated)
+        angles, slots = _meta(torch.float32, 1, 32 if gated else 64), _meta(torch.int64, 1)
+        call = partial(attn_in, _declined, _meta(dtype, 1, HIDDEN), weights, angles, angles, pages, slots)
+        label = f"{name} M=1 norm heads of {dim}{' gated' * gated} {kv_format}"
+        yield _linear(label, card, call, decode=True)
 
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:

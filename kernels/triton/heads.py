@@ -13,16 +13,21 @@ Negative slots are skipped, so buckets of captured graphs can have padding rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..kv_pages import KVPages
-from ..layer_weights import Norm
+from ..layer_weights import LinearPart, Norm
 from .e4m3 import e4m3_bits, round_even
+from .gemv import gemv_kernel
 from .hadamard import rotate_rows, run_length
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import counters, is_last, launch, power_of_2, wait_for_previous
+from .product import COUNTERS, After, Extras, product
 
 TILE = 512  # elements per program
 
@@ -82,16 +87,20 @@ def _store_vectors(
 
 
 @triton.jit
-def _heads(
+def _finish_heads(
     qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
-    token_stride, q_eps, k_eps, v_eps,
+    token, first, token_stride, q_eps, k_eps, v_eps,
     DIM: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr,
     LAYER_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr,
-    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, V_NORM: tl.constexpr, K_IS_V: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, V_NORM: tl.constexpr, K_IS_V: tl.constexpr, CACHE: tl.constexpr,
+    WAITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * ROWS
+    """Norm, rotate and store ROWS heads of a token from `first` on.
+
+    CACHE   cache modifier of loads of qkv: ".cg" if other programs of this kernel wrote it
+    WAITS   wait for the previous kernel, after loading the weights of norms
+    """
     head = first + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     other_d = _partner(d, HALF, INTERLEAVED)
@@ -107,7 +116,8 @@ def _heads(
         other_gain = tl.where(is_query, q_gain, k_gain)
     if KV_HEADS > 0:
         slot = tl.load(slot_mapping + token) + tl.zeros([ROWS, 1], tl.int64)
-    wait_for_previous(PDL)
+    if WAITS:
+        wait_for_previous(PDL)
     row = qkv + token * token_stride + head * DIM
     if GATE == "queries":
         row += tl.minimum(head, HEADS) * DIM
@@ -120,10 +130,10 @@ def _heads(
         row -= tl.where(is_value, (head - HEADS - KV_HEADS) * (DIM - VALUES), 0)
         turns = real & (head < HEADS + KV_HEADS)  # the partner of a value's last elements would be past its end
         given = turns | (real & (d < VALUES))
-    plain = tl.load(row + d, mask=given, other=0.0).to(tl.float32)
+    plain = tl.load(row + d, mask=given, other=0.0, cache_modifier=CACHE).to(tl.float32)
     turned = plain
     if HALF > 0:
-        other = tl.load(row + other_d, mask=turns, other=0.0).to(tl.float32)
+        other = tl.load(row + other_d, mask=turns, other=0.0, cache_modifier=CACHE).to(tl.float32)
         if HAS_NORM and not LATE_NORM:
             mean = tl.sum(plain * plain, 1, keep_dims=True) * (1.0 / DIM)
             scale = 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps))
@@ -136,7 +146,7 @@ def _heads(
     tl.store(q_at, turned.to(q_out.dtype.element_ty), mask=real & is_query)
     if GATE != "":
         if GATE == "queries":
-            gates = tl.load(row + DIM + d, mask=real & is_query, other=0.0)
+            gates = tl.load(row + DIM + d, mask=real & is_query, other=0.0, cache_modifier=CACHE)
         else:
             gates = tl.load(qkv + token * token_stride + HEADS * DIM + head, mask=is_query, other=0.0)
         tl.store(q_at + DIM, gates, mask=real & is_query)
@@ -160,6 +170,62 @@ def _heads(
             _store_vectors(
                 plain, v_pages, v_scales, slot, kv_head, d, real & is_value, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
             )
+
+
+@triton.jit
+def _heads(
+    qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
+    token_stride, q_eps, k_eps, v_eps,
+    DIM: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr,
+    LAYER_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr,
+    GATE: tl.constexpr, VALUE_SCALE: tl.constexpr, V_NORM: tl.constexpr, K_IS_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _finish_heads(
+        qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
+        tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, token_stride, q_eps, k_eps, v_eps,
+        DIM, VALUES, PADDED, HEADS, KV_HEADS, PAGE, ROWS, HALF, RUN, FORMAT, LAYER_SCALE, INTERLEAVED, HAS_NORM,
+        LATE_NORM, GATE, VALUE_SCALE, V_NORM, K_IS_V, "", True, PDL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _gemv_heads_kernel(
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, expert_ptr, out_ptr, n, eps,
+    qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
+    counter, begin, q_eps, k_eps, v_eps,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    LATE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr, GATES: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, V_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel` of queries, keys and values from `begin` (in heads) on; a head's last program finishes the head.
+
+    GATES   each query is followed by its gate: the query and its gate are finished together
+    """
+    gemv_kernel(
+        x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+        residual_ptr, expert_ptr, out_ptr, n, eps,
+        K, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT,
+        SHARE, ROWS, CHUNKS, TOKENS, FIXED, LATE, PDL,
+    )  # fmt: skip
+    head = begin + tl.program_id(0) // (DIM // ROWS)
+    programs = DIM // ROWS
+    if GATES:
+        programs = tl.where(head < 2 * HEADS, 2 * programs, programs)
+        head = tl.where(head < 2 * HEADS, head // 2, head - HEADS)
+    if is_last(counter + head, programs):
+        _finish_heads(
+            qkv, cosines, sines, q_weight, k_weight, v_weight, q_out, k_pages, v_pages, k_scales, v_scales,
+            slot_mapping, 0, head, 0, q_eps, k_eps, v_eps,
+            DIM, DIM, PADDED, HEADS, KV_HEADS, PAGE, 1, HALF, ROTATED, FORMAT, LAYER_SCALE, INTERLEAVED, HAS_NORM,
+            LATE_NORM, "queries" if GATES else "", VALUE_SCALE, V_NORM, False, ".cg", False, PDL,
+        )  # fmt: skip
 
 
 def qk_norm_rope_kv(
@@ -191,7 +257,71 @@ def qk_norm_rope_kv(
     """
     num_tokens, (num_heads, num_kv_heads, dim, values) = qkv.shape[0], sizes
     q = torch.empty((num_tokens, num_heads, dim * (2 if gate else 1)), dtype=qkv.dtype, device=qkv.device)
-    stored, page, kv_format, layer_scale = (qkv,) * 5, 1, "", False
+    tensors, eps, kinds = _shared(
+        q, sizes, angles, kept, norms, interleaved=interleaved, late_norms=late_norms, value_scale=value_scale,
+        v_norm=v_norm,
+    )  # fmt: skip
+    rows = max(1, TILE // kinds["PADDED"])
+    launch(
+        _heads,
+        (num_tokens, -(-(num_heads + 2 * num_kv_heads) // rows)),
+        *(qkv, *tensors, qkv.stride(0), *eps),
+        VALUES=values,
+        ROWS=rows,
+        RUN=run_length(dim),
+        GATE=gate,
+        K_IS_V=k_is_v,
+        **kinds,
+    )
+    return q
+
+
+def projected_heads(
+    x: Tensor,
+    norm: Norm | None,
+    parts: Sequence[LinearPart],
+    sizes: tuple[int, int, int, int],
+    angles: tuple[Tensor, Tensor] | None,
+    kept: tuple[KVPages, Tensor] | None,
+    norms: tuple[Norm, Norm] | None,
+    gated: bool,
+    **how: Any,
+) -> Tensor:
+    """`qk_norm_rope_kv` of the products of norm(x) with `parts`, for one row: the products finish their own heads.
+
+    x       [1, hidden]
+    parts   `fusable`, each with whole heads, and gates with their queries; values are as long as keys
+    """
+    num_heads, _, dim, _ = sizes
+    q = torch.empty((1, num_heads, dim * (2 if gated else 1)), dtype=x.dtype, device=x.device)
+    tensors, eps, kinds = _shared(q, sizes, angles, kept, norms, **how)
+    kinds |= {"ROTATED": run_length(dim), "GATES": gated}
+    qkv = torch.empty((1, sum(part.shape[0] for part in parts)), dtype=x.dtype, device=x.device)
+    begin = 0
+    for part in parts:
+        rows = qkv[:, begin : begin + part.shape[0]]
+        arguments = qkv, *tensors, counters(x.device, COUNTERS), begin // dim, *eps
+        after = After(_gemv_heads_kernel, 0, arguments, kinds)
+        product(x, part.prepared, Extras(part.bias, norm), out=rows, after=after)
+        begin += part.shape[0]
+    return q
+
+
+def _shared(
+    q: Tensor,
+    sizes: tuple[int, int, int, int],
+    angles: tuple[Tensor, Tensor] | None,
+    kept: tuple[KVPages, Tensor] | None,
+    norms: tuple[Norm, Norm] | None,
+    *,
+    interleaved: bool,
+    late_norms: bool,
+    value_scale: float,
+    v_norm: Norm | None,
+) -> tuple[tuple[Tensor, ...], tuple[float, float, float], dict[str, Any]]:
+    """Tensors, epsilons and constants of both kernels; `q` in place of absent tensors."""
+    num_heads, num_kv_heads, dim, _ = sizes
+    stored, page, kv_format, layer_scale = (q,) * 5, 1, "", False
     if kept is not None:
         pages, slots = kept
         if not (pages.k.is_contiguous() and pages.v.is_contiguous()):
@@ -200,37 +330,26 @@ def qk_norm_rope_kv(
         stored = pages.k, pages.v, k_scales, pages.v if pages.v_scales is None else pages.v_scales, slots
         page, kv_format = pages.k.shape[2], pages.format
         layer_scale = pages.k_scales is not None and pages.k_scales.dim() == 1
-    padded = power_of_2(dim)
-    rows = max(1, TILE // padded)
-    launch(
-        _heads,
-        (num_tokens, -(-(num_heads + 2 * num_kv_heads) // rows)),
-        qkv,
-        *((qkv, qkv) if angles is None else (part.contiguous() for part in angles)),
-        *((qkv, qkv) if norms is None else (norm.weight for norm in norms)),
-        *(qkv if v_norm is None else v_norm.weight, q, *stored, qkv.stride(0)),
-        *((0.0, 0.0) if norms is None else (norm.eps for norm in norms)),
-        0.0 if v_norm is None else v_norm.eps,
-        DIM=dim,
-        VALUES=values,
-        PADDED=padded,
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        PAGE=page,
-        ROWS=rows,
-        HALF=0 if angles is None else angles[0].shape[-1],
-        RUN=run_length(dim),
-        FORMAT=kv_format,
-        LAYER_SCALE=layer_scale,
-        INTERLEAVED=interleaved,
-        HAS_NORM=norms is not None,
-        LATE_NORM=late_norms,
-        GATE=gate,
-        VALUE_SCALE=value_scale,
-        V_NORM=v_norm is not None,
-        K_IS_V=k_is_v,
-    )
-    return q
+    turns = (q, q) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+    weights = (q, q) if norms is None else (norms[0].weight, norms[1].weight)
+    eps = (0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)
+    kinds = {
+        "DIM": dim,
+        "PADDED": power_of_2(dim),
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "PAGE": page,
+        "HALF": 0 if angles is None else angles[0].shape[-1],
+        "FORMAT": kv_format,
+        "LAYER_SCALE": layer_scale,
+        "INTERLEAVED": interleaved,
+        "HAS_NORM": norms is not None,
+        "LATE_NORM": late_norms,
+        "VALUE_SCALE": value_scale,
+        "V_NORM": v_norm is not None,
+    }
+    tensors = *turns, *weights, q if v_norm is None else v_norm.weight, q, *stored
+    return tensors, (*eps, 0.0 if v_norm is None else v_norm.eps), kinds
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -80,12 +80,14 @@ class Pairs(NamedTuple):
 
 
 def product(
-    x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False
-) -> Tensor:
+    x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False,
+    after: After | None = None,
+) -> Tensor:  # fmt: skip
     """x [num_tokens, K] times the weight: [num_tokens, N], or [num_tokens, N / 2] if gated; dtype of x.
 
     out           output tensor in its own dtype; may be `extras.residual`; requires `fusable`
     fixed_order   batch-invariant: every row is summed in the same order for any number of rows
+    after         runs instead of `gemv_kernel`; requires `fusable` and a single row
 
     norm, gate and residual require `fusable`. Raises ValueError if x does not have K columns.
     """
@@ -108,7 +110,7 @@ def product(
         choice = _picked(x, p, out, extras, card)
     else:
         choice = CUBLAS
-    _run(x, p, out, extras, choice)
+    _run(x, p, out, extras, choice, after=after)
     return out
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ from ..layer_weights import (
 )
 from ..state_slots import StateSlots
 from .activation import gate_rows, times_gates
-from .heads import qk_norm_rope_kv
+from .heads import projected_heads, qk_norm_rope_kv
 from .product import Extras, chained, fusable, product
 from .recurrent import Raw, causal_conv, gated_conv, gated_groups, gated_norm
 from .recurrent import run as recurrence
@@ -63,25 +65,36 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
+    """QK-norm, RoPE and KV write after the norm and the QKV product; for a single row all in one launch."""
     reads_only = weights.reads_only
     uneven = (weights.q_norm is None) != (weights.k_norm is None) and not reads_only
     if uneven or not has_only(weights, _ATTN_IN, "norm", True):
         return composed(x, weights, cos, sin, pages, slot_mapping)
-    (qkv,) = of_normed(x, weights.norm, weights.qkv)
     sizes = weights.num_heads, 0 if reads_only else weights.num_kv_heads, weights.head_dim, weights.values
     k_norm = weights.q_norm if reads_only else weights.k_norm
     norms = None if weights.q_norm is None or k_norm is None else (weights.q_norm, k_norm)
+    given: tuple[Any, ...] = sizes, (cos, sin), None if reads_only else (pages, slot_mapping), norms
+    how: dict[str, Any] = {"interleaved": weights.interleaved, "late_norms": weights.late_norms}
+    how |= {"value_scale": weights.value_scale, "v_norm": weights.v_norm}
+    rows, norm = centred(x, weights.norm)
+    if _finishes_heads(rows, weights):
+        return projected_heads(rows, norm, weights.qkv.parts, *given, weights.gate and not weights.head_gates, **how)
+    (qkv,) = of_normed(rows, norm, weights.qkv)
     gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
-    arguments = (qkv, sizes, (cos, sin), None if reads_only else (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(
-        *arguments,
-        weights.interleaved,
-        weights.late_norms,
-        gate,
-        weights.value_scale,
-        v_norm=weights.v_norm,
-        k_is_v=weights.k_is_v,
+    return qk_norm_rope_kv(qkv, *given, gate=gate, k_is_v=weights.k_is_v, **how)
+
+
+def _finishes_heads(x: Tensor, weights: AttentionWeights) -> bool:
+    """Whether the products of a single row can finish their heads, each of which is then in one part."""
+    whole = weights.head_dim * (2 if weights.gate else 1)
+    ends = accumulate(part.shape[0] for part in weights.qkv.parts)
+    queries = weights.num_heads * whole
+    return (
+        x.shape[0] == 1
+        and not (weights.head_gates or weights.k_is_v or weights.value_dim)
+        and weights.qkv.additions is None
+        and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in weights.qkv.parts)
+        and all(end % (whole if end < queries else weights.head_dim) == 0 for end in ends)
     )
 
 

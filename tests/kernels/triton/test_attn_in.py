@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, Norm
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
+from localllm.kernels.triton import heads, segments
+from localllm.kernels.triton import product as products
 from localllm.kernels.triton.attention import paged_attention
+from localllm.kernels.triton.launch import counters
 from localllm.kernels.triton.segments import attention, attn_in, attn_out
 from localllm.kernels.verify.cases import copied, numbers
 
@@ -71,6 +75,39 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(found.v != 0, expected.v != 0)
+
+
+@pytest.mark.parametrize(("gate", "parts"), [("", 1), ("", 3), ("queries", 1)])
+def test_the_products_of_a_row_finish_its_heads(
+    gate: str, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch per part, the same bits as the kernel of several rows; counters are zero afterwards."""
+    weights, x = weights_of(True, False, parts, device, gate), torch.randn(1, HIDDEN).half().to(device)
+    cos, sin = (torch.randn(1, DIM // 2).to(device) for _ in range(2))
+    launched: list[str] = []
+    for module in (heads, products):
+
+        def launch(kernel: Any, *given: Any, own: Any = module.launch, **how: Any) -> None:
+            launched.append(kernel.fn.__name__.strip("_"))
+            own(kernel, *given, **how)
+
+        monkeypatch.setattr(module, "launch", launch)
+    results = []
+    for slot in (7, -1):  # a row without a slot, as buckets of graphs have them, is not stored
+        pages = KVPages.empty("fp16", 2, KV_HEADS, 16, DIM)
+        pages = KVPages(pages.k.to(device).zero_(), pages.v.to(device).zero_())
+        slots = torch.tensor([slot], device=device)
+        q = attn_in(never, x, weights, cos, sin, pages, slots)
+        assert launched == ["gemv_heads_kernel"] * parts and not counters(device, products.COUNTERS).any()
+        wanted = KVPages(torch.zeros_like(pages.k), torch.zeros_like(pages.v))
+        with monkeypatch.context() as apart:
+            apart.setattr(segments, "_finishes_heads", lambda *_: False)
+            assert torch.equal(q, attn_in(never, x, weights, cos, sin, wanted, slots))
+        assert pages.k.equal(wanted.k) and pages.v.equal(wanted.v)
+        assert launched[parts:] == ["gemv_kernel"] * parts + ["heads"]
+        launched.clear()
+        results.append(bool(pages.v.any()))
+    assert results == [True, False]
 
 
 @pytest.mark.one_in(3)
