@@ -52,7 +52,14 @@ MODELS = {
     "glm-flash": Model("GLM-4.7-Flash", 2048, 1536, 47, 20, 1, 64, 4, half=32, query_rank=768, still=192),
 }
 K_HEADS, V_HEADS, DELTA_DIM, CONV_WIDTH = 16, 48, 128, 4  # of gated delta layers
-GEMV = "gemv_kernel", "gemv_heads_kernel", "gemv_digits_kernel", "gemv_route_kernel", "gemv_sum_kernel"
+GEMV = (
+    "gemv_kernel",
+    "gemv_heads_kernel",
+    "gemv_conv_kernel",
+    "gemv_digits_kernel",
+    "gemv_route_kernel",
+    "gemv_sum_kernel",
+)
 PRODUCTS = *GEMV, "gemm_kernel"
 PREPARING = "digits_kernel", "norm_rows"
 

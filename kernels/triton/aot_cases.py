@@ -55,7 +55,19 @@ from .product import (
     product,
 )
 from .product_tiles import SMALL_TOKENS, few_rows, few_tiles, gemm_tiles, is_fixed
-from .recurrent import Raw, causal_conv, delta_rule, gated_conv, gated_groups, gated_norm, run, state_space
+from .recurrent import (
+    Raw,
+    causal_conv,
+    delta_rule,
+    gated_conv,
+    gated_delta_rule,
+    gated_groups,
+    gated_norm,
+    gated_state_space,
+    projected_conv,
+    run,
+    state_space,
+)
 from .rms_norm import add_normed, normed, rms_norm
 from .sampling import sample
 from .segments import attn_in
@@ -538,6 +550,10 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
                 a, b, tail = decay.to(dtype), rate.to(dtype), (True, False, False, raw)
                 call = partial(run, (v, q, q), a, b, (state, slots, bounds), *tail)
                 yield "delta_rule", f"{k_dim} x {dim}{by}{name} raw", call
+                if count == 1:
+                    ending = _meta(dtype, 1, heads * dim), Norm(_meta(torch.float32, dim), 1e-6), channels > 1
+                    call = partial(gated_delta_rule, (v, q, q), a, b, (state, slots, bounds), *tail[1:], ending)
+                    yield "delta_rule", f"{k_dim} x {dim}{by} raw gated", call
         for heads, groups, dim, size in ((128, 8, 64, 128), (4, 2, 10, 20)):
             x, b = _meta(torch.float32, count, heads, dim), _meta(torch.float32, count, groups, size)
             steps, decay = _meta(torch.float32, count, heads), _meta(torch.float32, heads)
@@ -547,6 +563,14 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             raw = Raw(decay, decay, steps=(0.001, 0.1))
             call = partial(run, (x, b, b), decay, steps.to(dtype), (state, slots, bounds), False, False, raw=raw)
             yield "state_space", f"{dim} x {size}{name} raw", call
+            for normed_groups in (groups, 0) if count == 1 else ():
+                vector = _meta(torch.float32, heads * dim)
+                norms = (Norm(_meta(torch.float32, heads * dim // groups), 1e-5), vector) if normed_groups else None
+                ending = _meta(dtype, 1, heads * dim), vector, norms, normed_groups
+                call = partial(
+                    gated_state_space, (x, b, b), decay, steps.to(dtype), (state, slots, bounds), False, raw, ending
+                )
+                yield "state_space", f"{dim} x {size} raw gated, norm of {normed_groups} groups", call
 
 
 # ---- products
@@ -599,6 +623,13 @@ def _heads_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         call = partial(attn_in, _declined, _meta(dtype, 1, HIDDEN), weights, angles, angles, pages, slots)
         label = f"{name} M=1 norm heads of {dim}{' gated' * gated} {kv_format}"
         yield _linear(label, card, call, decode=True)
+        if kv_format == "fp8" and dim == 128:  # the first product of a recurrent layer
+            kept = _meta(torch.float32, 1, n // 2, 3), slots, _meta(torch.int32, 2)
+            for bias in (None, _meta(torch.float32, n // 2)):
+                conv = _meta(torch.float32, n // 2, 4), bias
+                call = partial(projected_conv, _meta(dtype, 1, HIDDEN), first, (part,), conv, kept, n // 4)
+                label = f"{name} M=1 norm convolved{' bias' * (bias is not None)}"
+                yield _linear(label, card, call, decode=True)
 
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:

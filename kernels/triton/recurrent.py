@@ -11,6 +11,7 @@ diagonal blocks of size 2 s, the inverses of the latter are X - X B X.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layer_weights import Norm
-from .launch import launch, power_of_2, wait_for_previous
+from ..layer_weights import LinearPart, Norm
+from .gemv import gemv_kernel
+from .launch import counters, is_last, launch, power_of_2, wait_for_previous
+from .product import COUNTERS, After, Extras, product
 from .sequences import sequence_of
 
 TOKENS, CHANNELS = (
@@ -27,6 +30,7 @@ TOKENS, CHANNELS = (
     128,
 )  # tile of the convolution in prefill; in decode a program computes one token and twice the channels
 GATE_TILE = 512  # elements of heads that a program norms and gates
+WIDEST_GROUP = 1024  # elements that a program of one warp norms and gates in registers
 TILE = 1024  # state elements held by a program (one warp) in token-by-token mode
 CHUNK = 32  # tokens per chunk
 CHUNK_ROWS = 32  # rows of a state per program in chunked mode
@@ -97,6 +101,79 @@ def _convolve(
         oldest = tl.load(kept[:, None] + (back + (WIDTH - 1)), mask=inside & (back < 0), other=0.0)
         tl.debug_barrier()  # all threads have read the state before it is overwritten
         tl.store(kept[:, None] + i, tl.where(back >= 0, newest, oldest), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _gemv_conv_kernel(
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, expert_ptr, out_ptr, n, eps,
+    taps, offsets, state, slots, cu_query_lens, mixed_ptr, first, slot_stride,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    LATE: tl.constexpr, NUM: tl.constexpr, WIDTH: tl.constexpr, PAST: tl.constexpr, OFFSETS: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel`; each program also convolves its outputs from `first` on, NUM channels, and updates their state."""
+    gemv_kernel(
+        x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+        residual_ptr, expert_ptr, out_ptr, n, eps,
+        K, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT,
+        SHARE, ROWS, CHUNKS, TOKENS, FIXED, LATE, PDL,
+    )  # fmt: skip
+    tl.debug_barrier()  # outputs of other threads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = row - first
+    length = tl.load(cu_query_lens + 1) - tl.load(cu_query_lens) + tl.zeros([ROWS], tl.int32)
+    there = (c >= 0) & (c < NUM) & (row < n) & (length > 0)
+    newest = tl.load(out_ptr + row, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+    kept = state + tl.load(slots) * slot_stride + c * (WIDTH - 1)
+    acc = newest * tl.load(taps + c * WIDTH + (WIDTH - 1), mask=there, other=0.0)
+    for j in tl.static_range(WIDTH - 1):
+        tap = tl.load(taps + c * WIDTH + j, mask=there, other=0.0)
+        acc += tl.load(kept + j, mask=there, other=0.0) * tap
+    if OFFSETS:
+        acc += tl.load(offsets + c, mask=there, other=0.0)
+    if SILU:
+        acc *= _sigmoid(acc)
+    tl.store(mixed_ptr + c, acc, mask=there)
+    i = tl.arange(0, PAST)[None, :]
+    inside = there[:, None] & (i < WIDTH - 1)
+    older = tl.load(kept[:, None] + i + 1, mask=inside & (i < WIDTH - 2), other=0.0)
+    tl.debug_barrier()  # all threads have read the state before it is overwritten
+    tl.store(kept[:, None] + i, tl.where(i == WIDTH - 2, newest[:, None], older), mask=inside)
+
+
+def projected_conv(
+    x: Tensor,
+    norm: Norm | None,
+    parts: Sequence[LinearPart],
+    conv: tuple[Tensor, Tensor | None],
+    kept: tuple[Tensor, Tensor, Tensor],
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Products of norm(x), [1, hidden], and `causal_conv` with SiLU of the outputs from `first` on, float32.
+
+    parts   `fusable`; their outputs are concatenated
+    conv    weight and bias
+    kept    state, slots, cu_query_lens
+    """
+    weight, bias = conv[0].contiguous(), None if conv[1] is None else conv[1].contiguous()
+    (channels, width), device = weight.shape, x.device
+    _require_whole(kept[0])
+    rows = torch.empty((1, sum(part.shape[0] for part in parts)), dtype=x.dtype, device=device)
+    mixed = torch.empty((1, channels), dtype=torch.float32, device=device)
+    kinds: dict[str, Any] = {"NUM": channels, "WIDTH": width, "PAST": power_of_2(max(width - 1, 1)), "SILU": True}
+    kinds["OFFSETS"] = bias is not None
+    begin = 0
+    for part in parts:
+        arguments = weight, weight if bias is None else bias, *kept, mixed, first - begin, kept[0].stride(0)
+        after = After(_gemv_conv_kernel, 0, arguments, kinds)
+        out = rows[:, begin : begin + part.shape[0]]
+        product(x, part.prepared, Extras(part.bias, norm), out=out, after=after)
+        begin += part.shape[0]
+    return rows, mixed
 
 
 def causal_conv(
@@ -202,29 +279,67 @@ def _unit(x):
 
 
 @triton.jit
-def _walk(
-    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+def _gate_rows(
+    y, z, weight, out, row, there, eps, z_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SIGMOID: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Norm and gate heads `row`, [ROWS]. CACHE: cache modifier of loads of y."""
+    d = tl.arange(0, PADDED)[None, :]
+    ok = there[:, None] & (d < DIM)
+    gain = tl.load(weight + d, mask=d < DIM, other=0.0)
+    wide = tl.load(y + row[:, None] * DIM + d, mask=ok, other=0.0, cache_modifier=CACHE)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
+    at = (row // HEADS * z_stride + row % HEADS * DIM)[:, None] + d
+    gates = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    factor = _sigmoid(gates)
+    if not SIGMOID:
+        factor *= gates
+    result = wide * scale[:, None] * gain * factor
+    tl.store(out + row[:, None] * DIM + d, result.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _gate_group_rows(
+    y, x, z, skip, norm, gain, out, row, there, eps, x_stride, z_stride,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Add the skip, gate and norm groups `row`, [ROWS]. CACHE: cache modifier of loads of y."""
+    d = tl.arange(0, PADDED)[None, :]
+    ok = there[:, None] & (d < DIM)
+    channel = (row % GROUPS)[:, None] * DIM + d
+    token = (row // GROUPS)[:, None]
+    if NORM:
+        gains = tl.load(norm + d, mask=d < DIM, other=0.0) * tl.load(gain + channel, mask=ok, other=0.0)
+    skips = tl.load(skip + channel // HEAD, mask=ok, other=0.0)
+    wide = tl.load(y + token * (GROUPS * DIM) + channel, mask=ok, other=0.0, cache_modifier=CACHE)
+    wide += tl.load(x + token * x_stride + channel, mask=ok, other=0.0).to(tl.float32) * skips
+    gates = tl.load(z + token * z_stride + channel, mask=ok, other=0.0).to(tl.float32)
+    wide *= gates * _sigmoid(gates)
+    if NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
+        wide = wide * scale[:, None] * gains
+    tl.store(out + token * (GROUPS * DIM) + channel, wide.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _advance(
+    v, k, q, decay, rate, bias, speed, state, slots, out, first, count,
     v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
-    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Advance ROWS rows of a head's state through the tokens of one sequence, token by token.
+    """Advance ROWS rows of a head's state through `count` tokens of one sequence, token by token.
 
     RAW   `decay` and `rate` are what a product gave, as in `Raw`
     """
-    wait_for_previous(PDL)
     head = tl.program_id(1)
-    seq = tl.program_id(2)
     d = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, COLUMNS)
     ok = (d < V_DIM)[:, None] & (n < K_DIM)[None, :]
-    place = tl.load(slots + seq) * slot_stride + head * (V_DIM * K_DIM)
+    place = tl.load(slots + tl.program_id(2)) * slot_stride + head * (V_DIM * K_DIM)
     place = state + place + d[:, None] * K_DIM + n[None, :]
-    first = tl.load(cu_query_lens + seq).to(tl.int64)
-    count = tl.load(cu_query_lens + seq + 1) - first
-    if count == 0:
-        return
     kept = tl.load(place, mask=ok, other=0.0)
     key = _key_head(head, V_HEADS, K_HEADS, TILED) * K_DIM + n[None, :]
     inside = (n < K_DIM)[None, :]
@@ -257,6 +372,86 @@ def _walk(
         kept += (given * share)[:, None] * k_row
         tl.store(out + (t * V_HEADS + head) * V_DIM + d, tl.sum(kept * q_row, 1), mask=d < V_DIM)
     tl.store(place, kept, mask=ok)
+
+
+@triton.jit
+def _walk(
+    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+    v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+    V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_advance` of one sequence."""
+    wait_for_previous(PDL)
+    first = tl.load(cu_query_lens + tl.program_id(2)).to(tl.int64)
+    count = tl.load(cu_query_lens + tl.program_id(2) + 1) - first
+    if count == 0:
+        return
+    _advance(
+        v, k, q, decay, rate, bias, speed, state, slots, out, first, count,
+        v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+        V_HEADS, K_HEADS, V_DIM, K_DIM, ROWS, COLUMNS, TILED, DELTA, WIDE, RAW, FLOOR, BETA, LEAST, MOST,
+    )  # fmt: skip
+
+
+@triton.jit
+def _walk_and_gate(
+    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+    v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+    z, weight, gated, counter, eps, z_stride,
+    V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    PADDED: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_walk` with the gated delta rule; the last program of a head also norms and gates it."""
+    wait_for_previous(PDL)
+    first = tl.load(cu_query_lens + tl.program_id(2)).to(tl.int64)
+    count = tl.load(cu_query_lens + tl.program_id(2) + 1) - first
+    if count == 0:
+        return
+    _advance(
+        v, k, q, decay, rate, bias, speed, state, slots, out, first, count,
+        v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+        V_HEADS, K_HEADS, V_DIM, K_DIM, ROWS, COLUMNS, TILED, DELTA, WIDE, RAW, FLOOR, BETA, LEAST, MOST,
+    )  # fmt: skip
+    if is_last(counter + tl.program_id(2) * V_HEADS + tl.program_id(1), tl.num_programs(0)):
+        for token in range(count):
+            row = (first + token) * V_HEADS + tl.program_id(1) + tl.zeros([1], tl.int64)
+            _gate_rows(out, z, weight, gated, row, row >= 0, eps, z_stride, V_HEADS, V_DIM, PADDED, SIGMOID, ".cg")
+
+
+@triton.jit
+def _walk_and_gate_groups(
+    v, k, q, decay, rate, bias, speed, state, slots, cu_query_lens, out,
+    v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+    x, z, skip, weight, gain, gated, counter, eps, x_stride, z_stride,
+    V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr,
+    FLOOR: tl.constexpr, BETA: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_walk` with Mamba-2; the last program of a group of heads also norms and gates it."""
+    wait_for_previous(PDL)
+    first = tl.load(cu_query_lens + tl.program_id(2)).to(tl.int64)
+    count = tl.load(cu_query_lens + tl.program_id(2) + 1) - first
+    if count == 0:
+        return
+    _advance(
+        v, k, q, decay, rate, bias, speed, state, slots, out, first, count,
+        v_stride, k_stride, q_stride, decay_stride, rate_stride, slot_stride,
+        V_HEADS, K_HEADS, V_DIM, K_DIM, ROWS, COLUMNS, TILED, DELTA, WIDE, RAW, FLOOR, BETA, LEAST, MOST,
+    )  # fmt: skip
+    MEMBERS: tl.constexpr = V_HEADS // GROUPS
+    group = tl.program_id(1) // MEMBERS
+    if is_last(counter + tl.program_id(2) * GROUPS + group, MEMBERS * tl.num_programs(0)):
+        for token in range(count):
+            row = (first + token) * GROUPS + group + tl.zeros([1], tl.int64)
+            _gate_group_rows(
+                out, x, z, skip, weight, gain, gated, row, row >= 0, eps, x_stride, z_stride,
+                GROUPS, DIM, V_DIM, PADDED, NORM, ".cg",
+            )  # fmt: skip
 
 
 @triton.jit
@@ -409,11 +604,13 @@ def run(
     by_token: bool,
     tiled: bool = False,
     raw: Raw | None = None,
+    after: After | None = None,
 ) -> Tensor:
     """Launch a recurrence. given: values, keys, queries [num_tokens, heads, dim]; kept: state, slots, cu_query_lens.
 
     raw   with a delta rule, `decay` holds a [num_tokens, heads (, k_dim)], and `rate` what beta comes from; with
           Mamba-2, `rate` holds the time steps before their bias
+    after  runs instead of `_walk`, for as many tokens as sequences
     """
     _require_whole(kept[0])
     v, k, q = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in given)
@@ -428,11 +625,13 @@ def run(
         chunk, most = (WIDE_CHUNK, WIDE_ROWS) if wide else (CHUNK, CHUNK_ROWS)
         columns, rows = max(columns, 16), min(max(padded, 16), most)
         how = {"num_warps": 8, "num_stages": 1, "CHUNK": chunk}
+    kernel, _, more, constants = after or After(_chunks if "CHUNK" in how else _walk)
     launch(
-        _chunks if "CHUNK" in how else _walk,
+        kernel,
         (-(-dim // rows), heads, kept[1].shape[0]),
         *(v, k, q, decay, rate, *((rate, rate) if raw is None else raw[:2]), *kept, out),
         *(v.stride(0), k.stride(0), q.stride(0), decay.stride(0) if delta else 0, rate.stride(0), kept[0].stride(0)),
+        *more,
         V_HEADS=heads,
         K_HEADS=key_heads,
         V_DIM=dim,
@@ -448,6 +647,7 @@ def run(
         LEAST=0.0 if raw is None else raw.steps[0],
         MOST=0.0 if raw is None else raw.steps[1],
         **how,
+        **constants,
     )
     return out
 
@@ -494,20 +694,9 @@ def _gate(
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, PADDED)[None, :]
-    ok = (row < num_rows)[:, None] & (d < DIM)
-    gain = tl.load(weight + d, mask=d < DIM, other=0.0)
     wait_for_previous(PDL)
-    wide = tl.load(y + row[:, None] * DIM + d, mask=ok, other=0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
-    at = (row // HEADS * z_stride + row % HEADS * DIM)[:, None] + d
-    gates = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-    factor = _sigmoid(gates)
-    if not SIGMOID:
-        factor *= gates
-    result = wide * scale[:, None] * gain * factor
-    tl.store(out + row[:, None] * DIM + d, result.to(out.dtype.element_ty), mask=ok)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _gate_rows(y, z, weight, out, row, row < num_rows, eps, z_stride, HEADS, DIM, PADDED, SIGMOID, "")
 
 
 def gated_norm(y: Tensor, z: Tensor, norm: Norm, is_sigmoid: bool) -> Tensor:
@@ -524,29 +713,42 @@ def gated_norm(y: Tensor, z: Tensor, norm: Norm, is_sigmoid: bool) -> Tensor:
     return out
 
 
+def gated_delta_rule(
+    given: tuple[Tensor, Tensor, Tensor],
+    decay: Tensor,
+    rate: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+    by_token: bool,
+    tiled: bool,
+    raw: Raw,
+    ending: tuple[Tensor, Norm, bool],
+) -> Tensor:
+    """`gated_norm` of the gated delta rule's result: in one launch for as many tokens as sequences (decode).
+
+    ending   z, norm and is_sigmoid of `gated_norm`; the others as in `run`
+    """
+    (tokens, heads, dim), (z, norm, is_sigmoid) = given[0].shape, ending
+    if by_token or tokens != kept[1].shape[0] or tokens * heads > COUNTERS:
+        return gated_norm(run(given, decay, rate, kept, True, by_token, tiled, raw), *ending)
+    out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)
+    arguments = z, norm.weight, out, counters(z.device, COUNTERS), norm.eps, z.stride(0)
+    after = After(_walk_and_gate, 0, arguments, {"PADDED": power_of_2(dim), "SIGMOID": is_sigmoid})
+    run(given, decay, rate, kept, True, by_token, tiled, raw, after)
+    return out
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_groups(
     y, x, z, skip, norm, gain, out, eps, num_rows, x_stride, z_stride,
     GROUPS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, PADDED)[None, :]
-    ok = (row < num_rows)[:, None] & (d < DIM)
-    channel = (row % GROUPS)[:, None] * DIM + d
-    token = (row // GROUPS)[:, None]
-    if NORM:
-        gains = tl.load(norm + d, mask=d < DIM, other=0.0) * tl.load(gain + channel, mask=ok, other=0.0)
-    skips = tl.load(skip + channel // HEAD, mask=ok, other=0.0)
     wait_for_previous(PDL)
-    wide = tl.load(y + token * (GROUPS * DIM) + channel, mask=ok, other=0.0)
-    wide += tl.load(x + token * x_stride + channel, mask=ok, other=0.0).to(tl.float32) * skips
-    gates = tl.load(z + token * z_stride + channel, mask=ok, other=0.0).to(tl.float32)
-    wide *= gates * _sigmoid(gates)
-    if NORM:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
-        wide = wide * scale[:, None] * gains
-    tl.store(out + token * (GROUPS * DIM) + channel, wide.to(out.dtype.element_ty), mask=ok)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _gate_group_rows(
+        y, x, z, skip, norm, gain, out, row, row < num_rows, eps, x_stride, z_stride,
+        GROUPS, DIM, HEAD, PADDED, NORM, "",
+    )  # fmt: skip
 
 
 def gated_groups(
@@ -561,20 +763,47 @@ def gated_groups(
     norms    norm and gain, float32 [inner]; None: neither
     """
     num_tokens, inner = y.shape[0], y.shape[1] * y.shape[2]
-    groups = groups if norms is not None else y.shape[1]
-    dim = inner // groups
-    padded = power_of_2(dim)
     out = torch.empty((num_tokens, inner), dtype=z.dtype, device=y.device)
+    arguments, eps, sizes = _group_arguments(values, z, skip, norms, groups, out)
+    padded, count = sizes["PADDED"], num_tokens * sizes["GROUPS"]
     rows, warps = max(1, GATE_TILE // padded), min(max(padded // 256, 2), 16)
+    numbers = eps, count, values.stride(0), z.stride(0)
+    how: dict[str, Any] = {"ROWS": rows, "HEAD": y.shape[2], "num_warps": warps}
+    launch(_gate_groups, (-(-count // rows),), y, *arguments, *numbers, **how, **sizes)
+    return out
+
+
+def _group_arguments(
+    values: Tensor, z: Tensor, skip: Tensor, norms: tuple[Norm, Tensor] | None, groups: int, out: Tensor
+) -> tuple[tuple[Tensor, ...], float, dict[str, Any]]:
+    """Tensors, epsilon and constants of `_gate_group_rows`."""
+    groups = groups if norms is not None else values.shape[1]
+    dim = out.shape[1] // groups
     weight, gain, eps = (skip, skip, 0.0) if norms is None else (norms[0].weight, norms[1], norms[0].eps)
-    arguments = (y, values, z, skip, weight, gain, out, eps, num_tokens * groups, values.stride(0), z.stride(0))
-    sizes = {
-        "GROUPS": groups,
-        "DIM": dim,
-        "HEAD": y.shape[2],
-        "PADDED": padded,
-        "ROWS": rows,
-        "NORM": norms is not None,
-    }
-    launch(_gate_groups, (-(-num_tokens * groups // rows),), *arguments, num_warps=warps, **sizes)
+    sizes = {"GROUPS": groups, "DIM": dim, "PADDED": power_of_2(dim), "NORM": norms is not None}
+    return (values, z, skip, weight, gain, out), eps, sizes
+
+
+def gated_state_space(
+    given: tuple[Tensor, Tensor, Tensor],
+    decay: Tensor,
+    rate: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+    by_token: bool,
+    raw: Raw,
+    ending: tuple[Tensor, Tensor, tuple[Norm, Tensor] | None, int],
+) -> Tensor:
+    """`gated_groups` of a state space's result: in one launch for as many tokens as sequences (decode).
+
+    ending   z, skip, norms and groups of `gated_groups`; the others as in `run`
+    """
+    z, (tokens, heads, dim) = ending[0], given[0].shape
+    out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)
+    tensors, eps, sizes = _group_arguments(given[0], *ending, out)
+    many = tokens * sizes["GROUPS"] > COUNTERS or sizes["PADDED"] > WIDEST_GROUP
+    if by_token or tokens != kept[1].shape[0] or many:
+        y = run(given, decay, rate, kept, False, by_token, raw=raw)
+        return gated_groups(y, given[0], *ending)
+    arguments = *tensors, counters(z.device, COUNTERS), eps, given[0].stride(0), z.stride(0)
+    run(given, decay, rate, kept, False, by_token, raw=raw, after=After(_walk_and_gate_groups, 0, arguments, sizes))
     return out

@@ -42,8 +42,7 @@ from ..state_slots import StateSlots
 from .activation import gate_rows, times_gates
 from .heads import projected_heads, qk_norm_rope_kv
 from .product import Extras, chained, fusable, product
-from .recurrent import Raw, causal_conv, gated_conv, gated_groups, gated_norm
-from .recurrent import run as recurrence
+from .recurrent import Raw, causal_conv, gated_conv, gated_delta_rule, gated_state_space, projected_conv
 from .rms_norm import add_normed, normed
 
 # implementations whose products of few rows can fuse norm, gate and residual
@@ -92,8 +91,7 @@ def _finishes_heads(x: Tensor, weights: AttentionWeights) -> bool:
     return (
         x.shape[0] == 1
         and not (weights.head_gates or weights.k_is_v or weights.value_dim)
-        and weights.qkv.additions is None
-        and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in weights.qkv.parts)
+        and _fuses(x, weights.qkv)
         and all(end % (whole if end < queries else weights.head_dim) == 0 for end in ends)
     )
 
@@ -172,23 +170,47 @@ def gated_delta(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """`mixers.gated_delta` in six launches for a single row: two products, convolution, recurrence, gates, output."""
+    """`mixers.gated_delta` in four launches for a single row: product and convolution, rates, recurrence and gates,
+    output.
+    """
     if not has_only(weights, _DELTA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
-    rows, rates = of_normed(x, weights.norm, weights.qkvz, weights.ba)
-    mixed, z = rows.tensor_split([2 * keys + values], -1)
+    conv = (weights.conv, None), (kept.conv, slots, cu_query_lens), 0
+    rows, mixed = _convolved(x, weights.norm, weights.qkvz, conv, by_token)
+    (rates,) = of_normed(x, weights.norm, weights.ba)
+    z = rows[:, 2 * keys + values :]
     b, a = rates.tensor_split([heads], -1)
     z = z if weights.z_up is None else weights.z_up(z.contiguous())
     a = a if weights.a_up is None else weights.a_up(a.contiguous())
-    mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
     q, k, v = mixed.split([keys, keys, values], -1)
     given = v.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (weights.num_k_heads, -1)) for part in (k, q))
     a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
     raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0, scale=weights.beta_scale)
-    y = recurrence(given, a, b, (kept.state, slots, cu_query_lens), True, by_token, weights.tiled, raw)
-    gated = gated_norm(y, z, weights.out_norm, weights.sigmoid_gate)
+    ending = z, weights.out_norm, weights.sigmoid_gate
+    gated = gated_delta_rule(given, a, b, (kept.state, slots, cu_query_lens), by_token, weights.tiled, raw, ending)
     return onto(x, weights.out, gated) if weights.hyper is None else weights.out(gated)
+
+
+def _convolved(
+    x: Tensor,
+    norm: Norm | None,
+    linear: Linear,
+    conv: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor], int],
+    by_token: bool,
+) -> tuple[Tensor, Tensor]:
+    """The product of norm(x), and the causal convolution with SiLU of its outputs from a place on, float32.
+
+    For a single row the product's kernels also convolve; with `by_token` they do not, as they round another way.
+
+    conv   weight and bias; state, slots and cu_query_lens; the first output
+    """
+    taps, kept, first = conv
+    seen, inside = centred(x, norm)
+    if x.shape[0] == 1 and not by_token and _fuses(seen, linear):
+        return projected_conv(seen, inside, linear.parts, taps, kept, first)
+    (rows,) = of_normed(seen, inside, linear)
+    return rows, causal_conv(rows[:, first : first + taps[0].shape[0]], *taps, *kept, True)
 
 
 def mamba(
@@ -201,21 +223,22 @@ def mamba(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """`mixers.mamba` in five launches for a single row: product, convolution, recurrence, gates, output."""
+    """`mixers.mamba` in three launches for a single row: product and convolution, recurrence and gates, output."""
     if not has_only(weights, FUSED_MAMBA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, groups, inner = weights.num_heads, weights.num_groups, weights.num_heads * weights.head_dim
-    (rows,) = of_normed(x, weights.norm, weights.inputs)
-    z, mixed, steps = rows.tensor_split([inner, rows.shape[1] - heads], -1)
-    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens, True)
+    conv = (weights.conv, weights.conv_bias), (kept.conv, slots, cu_query_lens), inner
+    rows, mixed = _convolved(x, weights.norm, weights.inputs, conv, by_token)
+    z, steps = rows[:, :inner], rows[:, rows.shape[1] - heads :]
     values, *shared = mixed.split([inner, *[groups * weights.state_size] * 2], -1)
     given = values.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (groups, -1)) for part in shared)
     shortest, longest = weights.steps or (0.0, math.inf)
     limits = (shortest, min(longest, LONGEST)) if weights.steps else (0.0, 0.0)
     raw = Raw(weights.dt_bias, weights.decay, steps=limits)
-    y = recurrence(given, weights.decay, steps, (kept.state, slots, cu_query_lens), False, by_token, raw=raw)
     norms = None if weights.out_norm is None or weights.gain is None else (weights.out_norm, weights.gain)
-    return onto(x, weights.out, gated_groups(y, given[0], z, weights.skip, norms, groups))
+    ending = z, weights.skip, norms, groups
+    states = kept.state, slots, cu_query_lens
+    return onto(x, weights.out, gated_state_space(given, weights.decay, steps, states, by_token, raw, ending))
 
 
 def short_conv(
@@ -239,10 +262,7 @@ def short_conv(
 def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
     """The products of norm(x); for a single row, each norms x itself if all can."""
     x, norm = centred(x, norm)
-    parts = [part for linear in linears for part in linear.parts]
-    plain = all(linear.additions is None for linear in linears)
-    fuses = plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
-    if not fuses:
+    if x.shape[0] > 1 or not all(_fuses(x, linear) for linear in linears):
         rows = normed(x, norm)
         return [linear(rows) for linear in linears]
     found = []
@@ -250,6 +270,12 @@ def of_normed(x: Tensor, norm: Norm | None, *linears: Linear) -> list[Tensor]:
         outputs = [product(x, part.prepared, Extras(part.bias, norm)) for part in linear.parts]
         found.append(outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
     return found
+
+
+def _fuses(x: Tensor, linear: Linear) -> bool:
+    """Whether other operations can be fused into the products of every part."""
+    parts = linear.parts if linear.additions is None else ()
+    return bool(parts) and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts)
 
 
 def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from localllm.kernels.layer_weights import ConvWeights, DeltaWeights, Linear, Li
 from localllm.kernels.segments import REFERENCES, STATEFUL
 from localllm.kernels.state_slots import StateSlots
 from localllm.kernels.table import implementations
-from localllm.kernels.triton import segments
+from localllm.kernels.triton import product, recurrent, segments
+from localllm.kernels.triton.launch import counters
 from localllm.kernels.triton.recurrent import gated_norm
 
 HIDDEN, SLOTS = 48, 5
@@ -160,6 +161,35 @@ def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: t
     for ours, theirs, old in zip(vars_of(found), vars_of(wanted), vars_of(before), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=5e-3)
         assert torch.equal(ours[[1, 2]], old[[1, 2]]) and not torch.equal(ours[3], old[3])
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("kimi", "walk_and_gate"), ("mamba", "walk_and_gate_groups")])
+def test_a_row_is_convolved_and_gated_by_the_kernels_before(
+    kind: str, ending: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters are zero afterwards; groups that are too wide for a warp have a launch of their own."""
+    launched: list[str] = []
+    for module in (recurrent, product):
+
+        def launch(kernel: Any, *given: Any, own: Any = module.launch, **how: Any) -> None:
+            launched.append(kernel.fn.__name__.strip("_"))
+            own(kernel, *given, **how)
+
+        monkeypatch.setattr(module, "launch", launch)
+    weights = KINDS[kind](device)
+    first = weights.qkvz if kind == "kimi" else weights.inputs
+    x, slots = normal(1, HIDDEN).half().to(device), torch.tensor([3], device=device)
+    starts, run = torch.tensor([0, 1], device=device).int(), getattr(segments, STATEFUL[type(weights)])
+    y = run(None, x.clone(), weights, slots_of(weights, device), slots, starts)
+    kernels = [name for name in launched if name != "gemv_kernel"]
+    assert kernels == ["gemv_conv_kernel"] * len(first.parts) + [ending]
+    assert not counters(device, product.COUNTERS).any()
+    launched.clear()
+    monkeypatch.setattr(recurrent, "WIDEST_GROUP", 8)
+    monkeypatch.setattr(recurrent, "COUNTERS", 2)
+    again = run(None, x.clone(), weights, slots_of(weights, device), slots, starts)
+    assert launched[-3:-1] == ["walk", "gate" if kind == "kimi" else "gate_groups"]
+    torch.testing.assert_close(again, y, rtol=1e-3, atol=1e-3)
 
 
 def vars_of(kept: StateSlots) -> tuple[Tensor, ...]:
