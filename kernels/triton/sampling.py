@@ -1,14 +1,14 @@
 """On-device sampling of one token per row of logits; `kernels/sampling.py` is the reference and defines the algorithm.
 
     prepare   mask, penalties, bias, temperature -> scaled logits; maximum and sum of exponentials per piece
-    narrow    (with cuts) histograms of token counts and masses by distance from the maximum: 2 passes for top-k, 2 for
-              top-p
-    choose    best kept token of each piece
-    finish    best token of the row, its log-probability, history update
+    narrow    (with cuts) histograms of token counts and masses by distance from the maximum, in three passes: all
+              buckets, the steps of the bucket in which top-k ends, and those of the bucket in which top-p ends
+    choose    best kept token of each piece, and of the row; its log-probability, history update
 
-A piece is 4,096 tokens: a row of 151,936 takes 38 programs per launch. Count and mass are integers packed into one
-int64 and added atomically, so sums and results do not depend on the order. Rows without cuts return from `narrow`
-immediately. No host synchronization; all buffer sizes follow from shapes.
+A piece is 4,096 tokens: a row of 151,936 takes 38 programs per launch, the last of which finds where a cut ends, or the
+row's best token. Count and mass are integers packed into one int64 and added atomically, so sums and results do not
+depend on the order. Rows without cuts return from `narrow` immediately, and so do, from its last pass, rows whose top-p
+ends in the same bucket as top-k. No host synchronization; all buffer sizes follow from shapes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled, SamplingInputs
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import counters, is_last, launch, power_of_2, wait_for_previous
+from .product import COUNTERS
 
 PIECE = 4096
 STATS = 4  # per piece: maximum and sum of exponentials of the scaled logits, then of the raw ones
-TABLES = 4  # histograms: two levels for top-k, two for top-p
+TABLES = 3  # histograms: buckets, steps of top-k's bucket, steps of top-p's bucket
+# int64 per row that the last program of a pass leaves: bucket of top-k, sums before it, last step of top-k; mass that
+# top-p must reach, its bucket (-1: the same as top-k's), sums before it, last step of top-p
+CUTS = 7
 _COLDEST = tl.constexpr(COLDEST)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _LEVEL = tl.constexpr(LEVEL)
@@ -110,29 +114,19 @@ def _measures(packed, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _first_reaching(table, before, target, BY_MASS: tl.constexpr):
-    """(first bin where the running sum reaches target, packed sum of the bins before it)."""
+    """(first bin where the running sum reaches target, packed sums before it and including it)."""
     bins = tl.arange(0, _LEVEL)
-    sums = tl.cumsum(tl.load(table + bins), 0) + before
+    sums = tl.cumsum(tl.load(table + bins, cache_modifier=".cg"), 0) + before
     short = _measures(sums, BY_MASS) < target
     at = tl.minimum(tl.sum(short.to(tl.int32), 0), _LEVEL - 1)
-    return at, tl.maximum(tl.max(tl.where(bins < at, sums, 0), 0), before)
+    below = tl.maximum(tl.max(tl.where(bins < at, sums, 0), 0), before)
+    return at, below, tl.max(tl.where(bins <= at, sums, 0), 0)
 
 
 @triton.jit
-def _top_k_cut(tables, row, top_k, TABLES: tl.constexpr):
-    """The largest step (distance from the maximum) that top-k keeps."""
-    first = tables + row * TABLES * _LEVEL
-    high, below = _first_reaching(first, 0, top_k, False)
-    low, _ = _first_reaching(first + _LEVEL, below, top_k, False)
-    return high * _LEVEL + low
-
-
-@triton.jit
-def _top_p_target(tables, row, top_p, TABLES: tl.constexpr):
-    """The mass that top-p must reach: top_p times the mass that top-k kept, or the whole mass."""
-    first = tables + (row * TABLES + 2) * _LEVEL
-    whole = tl.sum(tl.load(first + tl.arange(0, _LEVEL)), 0)
-    return tl.maximum((top_p.to(tl.float64) * _measures(whole, True).to(tl.float64)).to(tl.int64), 1)
+def _target(top_p, kept):
+    """The mass that top-p must reach: top_p times the mass of packed sums, at least 1."""
+    return tl.maximum((top_p.to(tl.float64) * _measures(kept, True).to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
@@ -143,20 +137,27 @@ def _step_of(x, top):
 
 @triton.jit
 def _narrow(
-    scaled, stats, numbers, integers, tables, vocab,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, TABLES: tl.constexpr, PASS: tl.constexpr, PDL: tl.constexpr,
+    scaled, stats, numbers, integers, tables, cuts, counter, vocab,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, TABLES: tl.constexpr, CUTS: tl.constexpr, PASS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fill table PASS: 0 and 1 are the two levels of top-k, 2 and 3 those of top-p over the tokens top-k keeps."""
+    """Fill table PASS and, in the row's last program, find where cuts end: see `CUTS`."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wait_for_previous(PDL)
     top_k = tl.load(integers + row * 6)
     top_p = tl.load(numbers + row * 6 + 1)
-    has_k = (top_k > 0) & (top_k < vocab)
-    greedy = tl.load(numbers + row * 6) < _COLDEST
-    if PASS < 2:
-        idle = greedy | (has_k == 0)
+    has_k, has_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
+    cuts += row * CUTS
+    idle = tl.load(numbers + row * 6) < _COLDEST  # greedy
+    bucket = 0
+    if PASS == 0:
+        idle |= (has_k | has_p) == 0
+    elif PASS == 1:
+        idle |= has_k == 0
+        bucket = tl.load(cuts).to(tl.int32)
     else:
-        idle = greedy | (top_p >= 1.0)
+        bucket = tl.load(cuts + 4).to(tl.int32)
+        idle |= (has_p == 0) | (bucket < 0)
     if idle:
         return
     top, total = _row_stats(stats, row, tl.num_programs(0), PIECES)
@@ -168,27 +169,50 @@ def _narrow(
     share = tl.exp(x - top) / total
     packed = (share * _MASS).to(tl.int64) + _ONE
     counted = (x > float("-inf")) & (token < vocab)
-    if PASS >= 2:
-        if has_k:
-            cut = _top_k_cut(tables, row, top_k, TABLES)
-            counted = counted & (step <= cut)
     place = step >> _LEVEL_BITS
-    if PASS == 1:
-        high, _ = _first_reaching(tables + row * TABLES * _LEVEL, 0, top_k, False)
-        counted = counted & (place == high)
+    if PASS > 0:
+        counted = counted & (place == bucket)
         place = step & (_LEVEL - 1)
-    if PASS == 3:
-        table = tables + (row * TABLES + 2) * _LEVEL
-        target = _top_p_target(tables, row, top_p, TABLES)
-        high, _ = _first_reaching(table, 0, target, True)
-        counted = counted & (place == high)
-        place = step & (_LEVEL - 1)
-    tl.atomic_add(tables + (row * TABLES + PASS) * _LEVEL + place, packed, mask=counted, sem="relaxed")
+    first = tables + row * TABLES * _LEVEL
+    table = first + PASS * _LEVEL
+    tl.atomic_add(table + place, packed, mask=counted, sem="relaxed")
+    if is_last(counter + row, tl.num_programs(0)):
+        if PASS == 0:
+            if has_k:
+                at, below, _ = _first_reaching(table, 0, top_k, False)
+                tl.store(cuts, at.to(tl.int64))
+                tl.store(cuts + 1, below)
+            else:
+                whole = tl.sum(tl.load(table + tl.arange(0, _LEVEL), cache_modifier=".cg"), 0)
+                target = _target(top_p, whole)
+                at, below, _ = _first_reaching(table, 0, target, True)
+                tl.store(cuts + 3, target)
+                tl.store(cuts + 4, at.to(tl.int64))
+                tl.store(cuts + 5, below)
+        elif PASS == 1:
+            before = tl.load(cuts + 1)
+            low, _, kept = _first_reaching(table, before, top_k, False)
+            tl.store(cuts + 2, (bucket * _LEVEL + low).to(tl.int64))
+            if has_p:
+                target = _target(top_p, kept)
+                if target > _measures(before, True):  # top-p ends in the bucket where top-k does
+                    at, _, _ = _first_reaching(table, before, target, True)
+                    tl.store(cuts + 4, tl.full((), -1, tl.int64))
+                    tl.store(cuts + 6, (bucket * _LEVEL + at).to(tl.int64))
+                else:
+                    at, below, _ = _first_reaching(first, 0, target, True)
+                    tl.store(cuts + 3, target)
+                    tl.store(cuts + 4, at.to(tl.int64))
+                    tl.store(cuts + 5, below)
+        else:
+            at, _, _ = _first_reaching(table, tl.load(cuts + 5), tl.load(cuts + 3), True)
+            tl.store(cuts + 6, (bucket * _LEVEL + at).to(tl.int64))
 
 
 @triton.jit
 def _choose(
-    scaled, stats, numbers, integers, tables, best_score, best_token, vocab,
+    scaled, stats, numbers, integers, tables, cuts, counter, vocab, best_score, best_token, logits, history,
+    token_ids, logprobs, log_sums, status, logits_stride,
     PIECE: tl.constexpr, PIECES: tl.constexpr, TABLES: tl.constexpr, CUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -203,20 +227,13 @@ def _choose(
         top, total = _row_stats(stats, row, num_pieces, PIECES)
         top = tl.where(top == float("-inf"), 0.0, top)
         keep = (tl.exp(x - top) >= tl.load(numbers + row * 6 + 2)) & (x > float("-inf"))
-        if CUTS:
+        if TABLES > 0:
             step = _step_of(x, top)
             top_k = tl.load(integers + row * 6)
-            has_k = (top_k > 0) & (top_k < vocab)
-            if has_k:
-                cut = _top_k_cut(tables, row, top_k, TABLES)
-                keep = keep & (step <= cut)
-            top_p = tl.load(numbers + row * 6 + 1)
-            if top_p < 1.0:
-                table = tables + (row * TABLES + 2) * _LEVEL
-                target = _top_p_target(tables, row, top_p, TABLES)
-                high, below = _first_reaching(table, 0, target, True)
-                low, _ = _first_reaching(table + _LEVEL, below, target, True)
-                keep = keep & (step <= high * _LEVEL + low)
+            if (top_k > 0) & (top_k < vocab):
+                keep = keep & (step <= tl.load(cuts + row * CUTS + 2))
+            if tl.load(numbers + row * 6 + 1) < 1.0:
+                keep = keep & (step <= tl.load(cuts + row * CUTS + 6))
         seed, position = tl.load(integers + row * 6 + 1), tl.load(integers + row * 6 + 2)
         zero = tl.zeros_like(token)
         low_word, high_word = position.to(tl.int32) + zero, (position >> 32).to(tl.int32) + zero
@@ -229,20 +246,24 @@ def _choose(
     score = tl.where(score == score, score, float("-inf"))
     tl.store(best_score + row * num_pieces + piece, tl.max(score, 0))
     tl.store(best_token + row * num_pieces + piece, tl.minimum(piece * PIECE + tl.argmax(score, 0), vocab - 1))
+    if is_last(counter + row, num_pieces):
+        _finish(
+            logits, integers, stats, history, best_score, best_token, token_ids, logprobs, log_sums, status, row,
+            vocab, logits_stride, num_pieces, PIECES,
+        )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    logits, integers, stats, history, best_score, best_token, token_ids, logprobs, log_sums, status,
-    vocab, logits_stride, num_pieces,
-    PIECES: tl.constexpr, PDL: tl.constexpr,
+    logits, integers, stats, history, best_score, best_token, token_ids, logprobs, log_sums, status, row,
+    vocab, logits_stride, num_pieces, PIECES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    wait_for_previous(PDL)
+    """Store the best token of a row's pieces, its log-probability and the row's status, and add it to the history."""
     piece = tl.arange(0, PIECES)
-    scores = tl.load(best_score + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
+    scores = best_score + row * num_pieces + piece
+    scores = tl.load(scores, mask=piece < num_pieces, other=float("-inf"), cache_modifier=".cg")
     winner = tl.minimum(tl.argmax(scores, 0), num_pieces - 1)
-    token = tl.load(best_token + row * num_pieces + winner).to(tl.int64)
+    token = tl.load(best_token + row * num_pieces + winner, cache_modifier=".cg").to(tl.int64)
     raw_top, raw_total = _row_stats(stats + 2, row, num_pieces, PIECES)
     top, total = _row_stats(stats, row, num_pieces, PIECES)
     log_sum = raw_top + tl.log(tl.where(raw_total > 0, raw_total, 1.0))
@@ -266,14 +287,17 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
         raise TypeError(f"logits must be float32 with contiguous rows, not {logits.dtype}, stride {logits.stride(1)}")
     rows, vocab = logits.shape
     pieces = -(-vocab // PIECE)
+    if rows > COUNTERS:
+        raise ValueError(f"{rows} rows; the sampler supports at most {COUNTERS}")
     if power_of_2(pieces) > PIECE:
         raise ValueError(f"vocabulary of {vocab} tokens; the sampler supports at most {PIECE * PIECE}")
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    scaled, stats = new(rows, vocab), new(rows, pieces, STATS)
+    scaled, stats, counter = new(rows, vocab), new(rows, pieces, STATS), counters(logits.device, COUNTERS)
     tables = new(rows, TABLES, LEVEL, dtype=torch.int64) if cuts else stats
+    ends = new(rows, CUTS, dtype=torch.int64) if cuts else stats
     scores, tokens = new(rows, pieces), new(rows, pieces, dtype=torch.int32)
     out = Sampled(new(rows, dtype=torch.int64), new(rows), new(rows), new(rows, dtype=torch.int32))
     padded = power_of_2(pieces)
@@ -281,12 +305,11 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     numbers, integers, bias_ids, bias_values, masks, history = inputs
     tensors = (logits, numbers, integers, bias_ids, bias_values, masks, history)
     sizes = (vocab, logits.stride(0), masks.shape[1])
-    kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
-    launch(_prepare, grid, *tensors, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept)
-    shared = (scaled, stats, numbers, integers, tables)
+    kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0, "num_warps": 8}
+    launch(_prepare, grid, *tensors, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, **kept)
+    shared = (scaled, stats, numbers, integers, tables, ends, counter, vocab)
+    kept |= {"PIECES": padded, "CUTS": CUTS}
     for part in range(TABLES if cuts else 0):
-        launch(_narrow, grid, *shared, vocab, PIECES=padded, PASS=part, num_warps=8, **kept)
-    launch(_choose, grid, *shared, scores, tokens, vocab, PIECES=padded, CUTS=cuts, num_warps=8, **kept)
-    last = (logits, integers, stats, history, scores, tokens, *out)
-    launch(_finish, (rows,), *last, vocab, logits.stride(0), pieces, PIECES=padded, num_warps=4)
+        launch(_narrow, grid, *shared, PASS=part, **kept)
+    launch(_choose, grid, *shared, scores, tokens, logits, history, *out, logits.stride(0), **kept)
     return out

@@ -38,7 +38,7 @@ GRAPH_BYTES = 8 * MIB  # driver memory per captured decode step, on top of its t
 DECODE_SPLITS = 129
 # most partial results held at once when prompts use the decode kernels as well (`triton_invariant`)
 SPLIT_PART_BYTES = 64 * MIB
-SAMPLED_BYTES = 4 * 2048 * 8  # candidates per row while sampling on a GPU: `kernels.triton.sampling`
+SAMPLED_BYTES = (3 * 2048 + 7) * 8  # sums and cuts per row while sampling on a GPU: `kernels.triton.sampling`
 SAMPLER_ROW_BYTES = 320 * 8  # logit biases per row: `kernels.sampling.SamplingInputs`
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
 # unquantized storage formats -> bytes per weight

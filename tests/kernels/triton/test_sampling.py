@@ -94,6 +94,22 @@ def test_every_wish_in_one_batch(device: torch.device) -> None:
     assert int(found.token_ids[16]) == 700 and int(found.token_ids[17]) == 63
 
 
+@pytest.mark.parametrize("spread", [0.004, 0.3, 2.0])
+def test_cuts_that_end_in_one_bucket_or_in_two(spread: float, device: torch.device) -> None:
+    """A bucket is 1/64 wide: with the smallest spread all tokens are in two, with the largest each in its own."""
+    logits = (torch.randn(1, VOCAB) * spread).expand(36, -1).contiguous().to(device)
+    rows = [
+        {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "seed": 7 * position, "position": position}
+        for top_k in (0, 3, 300)
+        for top_p in (0.02, 0.7, 1.0)
+        for position in range(4)
+    ]
+    found, _ = both(logits, rows)
+    ranks = logits[0].argsort(descending=True).argsort()[found.token_ids]
+    assert bool((ranks[12:24] < 3 + 997 * (spread < 0.01)).all()) and ranks.unique().numel() > 4
+    assert not sampling.counters(device, sampling.COUNTERS).any()
+
+
 def test_rows_do_not_depend_on_their_batch(device: torch.device) -> None:
     logits = (torch.randn(3, VOCAB) * 3).to(device)
     rows = [{"temperature": 1.0, "seed": i, "position": 9, "top_p": 0.9} for i in range(3)]
@@ -154,4 +170,4 @@ def test_strided_rows_and_refusals(device: torch.device) -> None:
 
 
 def test_the_plan_counts_the_sums_of_cuts() -> None:
-    assert SAMPLED_BYTES == sampling.TABLES * reference.LEVEL * 8
+    assert SAMPLED_BYTES == (sampling.TABLES * reference.LEVEL + sampling.CUTS) * 8
