@@ -3,6 +3,7 @@
     python -P benchmarks/gpu_launches.py        8B, int4, FP8 keys and values, 4,096 tokens; H100 and RTX 5090
     python -P benchmarks/gpu_launches.py --model 30b-a3b       a mixture, with a bfloat16 router
     python -P benchmarks/gpu_launches.py --model 27b           three gated delta layers for each of gated attention
+    python -P benchmarks/gpu_launches.py --model 35b-a3b       the same layers with a mixture and a shared expert
     python -P benchmarks/gpu_launches.py --model glm-flash     latent attention
     python -P benchmarks/gpu_launches.py --form bf16 --kv bf16 --ctx 32768 --cards h200
 
@@ -25,8 +26,8 @@ PAGE = 16
 
 
 class Model(NamedTuple):
-    """Sizes of a model; `delta` of its layers are gated delta layers, and then all others have gated attention. With
-    `still`, the elements of a head without RoPE, it has latent attention.
+    """Sizes of a model; `delta` of its layers are gated delta layers, and then all others have gated attention, and
+    mixtures have a gated shared expert. With `still`, the elements of a head without RoPE, it has latent attention.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Model(NamedTuple):
     half: int = 64
     vocab: int = 151_936
     delta: int = 0
+    value_heads: int = 0  # of gated delta layers
     query_rank: int = 0
     still: int = 0
 
@@ -48,10 +50,11 @@ class Model(NamedTuple):
 MODELS = {
     "8b": Model("Qwen3-8B", 4096, 12288, 36, 32, 8),
     "30b-a3b": Model("Qwen3-30B-A3B", 2048, 768, 48, 32, 4, 128, 8),
-    "27b": Model("Qwen3.8-27B", 5120, 17408, 64, 24, 4, dim=256, half=32, vocab=248_320, delta=48),
+    "27b": Model("Qwen3.8-27B", 5120, 17408, 64, 24, 4, 0, 0, 256, 32, 248_320, 48, 48),
+    "35b-a3b": Model("Qwen3.6-35B-A3B", 2048, 512, 40, 16, 2, 256, 8, 256, 32, 248_320, 30, 32),
     "glm-flash": Model("GLM-4.7-Flash", 2048, 1536, 47, 20, 1, 64, 4, half=32, query_rank=768, still=192),
 }
-K_HEADS, V_HEADS, DELTA_DIM, CONV_WIDTH = 16, 48, 128, 4  # of gated delta layers
+K_HEADS, DELTA_DIM, CONV_WIDTH = 16, 128, 4  # of gated delta layers
 GEMV = (
     "gemv_kernel",
     "gemv_heads_kernel",
@@ -69,7 +72,7 @@ def launches(
 ) -> Iterator[tuple[str, str, int, int]]:
     """Return (part of the step, kernel, launches per step, bytes it must read)."""
     one = MODELS[model]
-    _, hidden, inner, layers, heads, kv_heads, experts, top_k, dim, half, vocab, delta_layers = one[:-2]
+    _, hidden, inner, layers, heads, kv_heads, experts, top_k, dim, half, vocab, delta_layers, v_heads = one[:-2]
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,16 +131,19 @@ def launches(
     )
     both = all_up.parts[0], all_down.parts[0]
     each = (gate_up,) * experts, (down,) * experts
-    mixture = ExpertsWeights(norm(hidden), router, *each, top_k, "softmax", "silu", stacked=both)
-    values, channels = V_HEADS * DELTA_DIM, (2 * K_HEADS + V_HEADS) * DELTA_DIM
+    shared: dict[str, Any] = {}
+    if delta_layers and experts:
+        shared = {"shared_gate": linear(1, hidden, "bf16"), "shared_gate_up": gate_up, "shared_down": down}
+    mixture = ExpertsWeights(norm(hidden), router, *each, top_k, "softmax", "silu", stacked=both, **shared)
+    values, channels = v_heads * DELTA_DIM, (2 * K_HEADS + v_heads) * DELTA_DIM
     qkvz, ba, delta_out = (
         linear(channels + values, hidden, stored),
-        linear(2 * V_HEADS, hidden, "bf16"),
+        linear(2 * v_heads, hidden, "bf16"),
         linear(hidden, values, stored),
     )
-    of_delta = norm(hidden), qkvz, ba, delta_out, floats(channels, CONV_WIDTH), floats(V_HEADS), floats(V_HEADS)
-    delta = DeltaWeights(*of_delta, norm(DELTA_DIM), K_HEADS, V_HEADS, DELTA_DIM, DELTA_DIM)
-    states = StateSlots(floats(1, channels, CONV_WIDTH - 1), floats(1, V_HEADS, DELTA_DIM, DELTA_DIM))
+    of_delta = norm(hidden), qkvz, ba, delta_out, floats(channels, CONV_WIDTH), floats(v_heads), floats(v_heads)
+    delta = DeltaWeights(*of_delta, norm(DELTA_DIM), K_HEADS, v_heads, DELTA_DIM, DELTA_DIM)
+    states = StateSlots(floats(1, channels, CONV_WIDTH - 1), floats(1, v_heads, DELTA_DIM, DELTA_DIM))
     head = HeadWeights(norm(hidden), linear(vocab, hidden, "bf16"), None)
     card: dict[str, Any] = {"device": "cuda", "capability": capability, "dtype": "bfloat16"}
     table = kernel_table(OpFacts(kv, *sizes, PAGE, **card, deterministic=False, gated=attention.gate))
@@ -176,7 +182,7 @@ def launches(
         "experts": (
             layers if experts else 0,
             lambda: table.experts(x, mixture),
-            [router.nbytes, top_k * gate_up.nbytes, top_k * down.nbytes],
+            [router.nbytes, *(one.nbytes for one in shared.values()), top_k * gate_up.nbytes, top_k * down.nbytes],
             [],
         ),
         "head": (1, lambda: table.head(x, head), [head.linear.nbytes], []),

@@ -1,5 +1,7 @@
 """Fused segments for decode: norm, product, gate and residual in one or two launches, for few rows.
 
+The last programs of a single row's products also do what follows them: heads, convolutions, conversions.
+
 Products that cannot fuse these (`perm`, many rows, batch-invariant sums) run by themselves, or the whole segment is the
 composed one. The kernels between the products, of recurrent layers and of gates, also run for prompts. Decode is
 memory-bound: at batch 1 a layer's products read all of W once, and the fused operations add a few KB; each launch saved
