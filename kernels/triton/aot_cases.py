@@ -566,10 +566,9 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             for normed_groups in (groups, 0) if count == 1 else ():
                 vector = _meta(torch.float32, heads * dim)
                 norms = (Norm(_meta(torch.float32, heads * dim // groups), 1e-5), vector) if normed_groups else None
-                ending = _meta(dtype, 1, heads * dim), vector, norms, normed_groups
-                call = partial(
-                    gated_state_space, (x, b, b), decay, steps.to(dtype), (state, slots, bounds), False, raw, ending
-                )
+                of_groups = _meta(dtype, 1, heads * dim), vector, norms, normed_groups
+                states = state, slots, bounds
+                call = partial(gated_state_space, (x, b, b), decay, steps.to(dtype), states, False, raw, of_groups)
                 yield "state_space", f"{dim} x {size} raw gated, norm of {normed_groups} groups", call
 
 
@@ -701,7 +700,7 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         biases = (_meta(torch.float32, len(up.low)), _meta(torch.float32, len(down.low)))
         both = biases if gate == "swiglu_oai" else (None, None)
         parts = [LinearPart(impl, p, one, p.shape) for p, one in zip((up, down), both, strict=True)]
-        norm, more = Norm(_meta(torch.float32, hidden), 1e-6), {}
+        norm, more = Norm(_meta(torch.float32, hidden), 1e-6), dict[str, Any]()
         if router == "sigmoid":
             more = {"shared_gate_up": dense(2 * inner, hidden), "shared_down": dense(hidden, inner)}
             more["shared_gate"] = dense(1, hidden)

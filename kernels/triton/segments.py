@@ -74,15 +74,15 @@ def attn_in(
     sizes = weights.num_heads, 0 if reads_only else weights.num_kv_heads, weights.head_dim, weights.values
     k_norm = weights.q_norm if reads_only else weights.k_norm
     norms = None if weights.q_norm is None or k_norm is None else (weights.q_norm, k_norm)
-    given: tuple[Any, ...] = sizes, (cos, sin), None if reads_only else (pages, slot_mapping), norms
+    kept = None if reads_only else (pages, slot_mapping)
     how: dict[str, Any] = {"interleaved": weights.interleaved, "late_norms": weights.late_norms}
     how |= {"value_scale": weights.value_scale, "v_norm": weights.v_norm}
     rows, norm = centred(x, weights.norm)
     if _finishes_heads(rows, weights):
-        return projected_heads(rows, norm, weights.qkv.parts, *given, weights.gate and not weights.head_gates, **how)
+        return projected_heads(rows, norm, weights.qkv.parts, sizes, (cos, sin), kept, norms, weights.gate, **how)
     (qkv,) = of_normed(rows, norm, weights.qkv)
-    gate = "heads" if weights.head_gates else "queries" if weights.gate else ""
-    return qk_norm_rope_kv(qkv, *given, gate=gate, k_is_v=weights.k_is_v, **how)
+    how |= {"gate": "heads" if weights.head_gates else "queries" if weights.gate else "", "k_is_v": weights.k_is_v}
+    return qk_norm_rope_kv(qkv, sizes, (cos, sin), kept, norms, **how)
 
 
 def _finishes_heads(x: Tensor, weights: AttentionWeights) -> bool:

@@ -148,6 +148,11 @@ class ModelPool:
                 self._changed.notify_all()
         return entry is None or not entry.pinned
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the only model belongs to who started the server (`holding`), who alone may unload it."""
+        return self._loader is None
+
     def unload(self, name: str) -> Future[bool]:
         """Unload a model, pinned or not, as soon as its requests have ended; False when it is not loaded."""
         return self._command(name, self._unload)
@@ -223,7 +228,7 @@ class ModelPool:
         future: Future[bool] = Future()
         with self._changed:
             entry = self._entries.get(name)
-            if entry is None or entry.state is State.ABSENT:
+            if entry is None or entry.state is State.ABSENT or self.is_lent:
                 future.set_result(False)
             else:
                 entry.commands.append((action, future))

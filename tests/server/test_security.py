@@ -244,6 +244,10 @@ async def test_management_needs_the_owner(make_client, pool):
         owner = {"authorization": "Bearer owner-token"}
         assert (await client.get("/localllm/ps", headers=owner)).json()["models"][0]["model"] == "tiny"
         assert (await client.get("/v1/models", headers=owner)).status_code == 200
+        for name in ("unload", "park"):  # the model belongs to who opened the server, such as a chat
+            refused = await client.post(f"/localllm/{name}", json={"model": "tiny"}, headers=owner)
+            assert refused.status_code == 409 and refused.json()["error"]["code"] == "model_in_use"
+        assert [row.llm.is_awake for row in pool.loaded()] == [True]
     async with make_client() as client:
         assert (await client.get("/localllm/ps", headers={"authorization": "Bearer "})).status_code == 401
 
