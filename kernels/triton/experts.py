@@ -354,7 +354,8 @@ def _gemv_route_kernel(
 ):  # fmt: skip
     """`gemv_kernel` of a router and one token in BLOCKS programs, the last of which routes the token.
 
-    Further programs convert AT_ONCE chunks of the same normalized row for the experts (NEXT_CODE, NEXT_RUN).
+    Further programs convert AT_ONCE chunks of the same normalized row for the experts (NEXT_CODE, NEXT_RUN), if they
+    read fixed point.
     """
     if tl.program_id(0) < BLOCKS:
         gemv_kernel(
@@ -429,11 +430,12 @@ def _routed_by_product(
     reading = expert_tile(many, Extras(gate=weights.activation), Pairs(chosen, len(weights.down), None), card)
     digits = empty_digits(1, k, many.run, x.device) if "fixed" in reading else None
     kinds: dict[str, Any] = {"BLOCKS": -(-count // choice["rows"]), "PADDED": power_of_2(k), "AT_ONCE": CONVERTED}
-    kinds |= {"NEXT_CODE": many.code, "NEXT_RUN": many.run, "ASSEMBLY": has_ptx(x.device)} | _kinds(weights, count)
+    kinds |= {"NEXT_CODE": "" if digits is None else many.code, "NEXT_RUN": many.run, "ASSEMBLY": has_ptx(x.device)}
+    kinds |= _kinds(weights, count)
     more = counters(x.device, COUNTERS), logits if digits is None else digits, float(weights.scale)
     arguments = *_choice_factors(weights, shares), chosen, shares, *more
     programs = 0 if digits is None else -(-k // (CODES[many.code].chunk * CONVERTED))
-    after = After(_gemv_route_kernel, programs, arguments, kinds)
+    after = After(_gemv_route_kernel, programs, arguments, kinds, weights.router_kind != "sqrt_softplus")
     launch_gemv(x, p, logits, Extras(router.bias, norm), choice, after=after)
     return chosen, shares, digits
 

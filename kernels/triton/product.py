@@ -61,6 +61,7 @@ class After(NamedTuple):
     programs: int = 0  # besides those of the GEMV
     arguments: tuple[Any, ...] = ()  # after those of the GEMV
     constants: Mapping[str, Any] = {}
+    subnormals: bool = True  # see `Launch`; False: it has functions of libdevice that flush them
 
 
 class Tiles(NamedTuple):
@@ -255,7 +256,7 @@ def launch_gemv(
     together = 1 if alone else max(1, out.shape[0])  # rows of x per program
     if fixed:
         x, norm = digits(x, p.code, p.run, norm) if given is None else given, None
-    kernel, programs, more, constants = after or After(gemv.gemv_kernel)
+    kernel, programs, more, constants, subnormals = after or After(gemv.gemv_kernel)
     launch(
         kernel,
         (-(-out.shape[1] // outputs) + programs, out.shape[0] // together),
@@ -277,7 +278,7 @@ def launch_gemv(
         FIXED="" if not fixed else "assembly" if has_ptx(x.device) else "plain",
         LATE=CODES[p.code].low == 16,  # on an H100: 4 % less time per step, but 1 % more with 4-bit codes
         num_warps=choice["warps"],
-        subnormals=True,
+        subnormals=subnormals,
         **_constants(p),
         **constants,
     )
