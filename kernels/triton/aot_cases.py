@@ -185,7 +185,9 @@ def all_specs(capability: int) -> list[KernelSpec]:
     for form in FORMS:
         if capability >= AMD and form.name not in MAIN_FORMS:
             continue
-        if form.code == "bf16" and capability < 80:
+        if form.code == "bf16" and capability < 80:  # only routers, which GGUF files store in float32
+            x, p = _meta(dtype, 1, HIDDEN), described(form, 128, HIDDEN)
+            found.append(_linear(f"{form.name} M=1", card, partial(product, x, p), decode=True))
             continue
         found += [*_decode_specs(form, dtype, card), *_batch_specs(form, dtype, card)]
         if CODES[form.code].low < 16:

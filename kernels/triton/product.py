@@ -156,12 +156,12 @@ def _run(
     if extras.norm is not None and x.shape[0] > 1 and "fixed" not in choice:
         # with several rows a separate norm kernel costs less than reading all rows in every program
         x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
+    assert after is None or "chunks" in choice, "only a GEMV's programs can do more"
     if choice is CUBLAS:
         _slab_product(x, p, out, extras.bias)
     elif "chunks" in choice:
         launch_gemv(x, p, out, extras, choice, pairs, given, after)
     else:
-        assert after is None
         launch_gemm(x, p, out, extras, choice, pairs)
 
 

@@ -797,13 +797,14 @@ def gated_state_space(
 
     ending   z, skip, norms and groups of `gated_groups`; the others as in `run`
     """
-    z, (tokens, heads, dim) = ending[0], given[0].shape
-    out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)
-    tensors, eps, sizes = _group_arguments(given[0], *ending, out)
-    many = tokens * sizes["GROUPS"] > COUNTERS or sizes["PADDED"] > WIDEST_GROUP
+    (z, _, norms, groups), (tokens, heads, dim) = ending, given[0].shape
+    groups = groups if norms is not None else heads
+    many = tokens * groups > COUNTERS or power_of_2(heads * dim // groups) > WIDEST_GROUP
     if by_token or tokens != kept[1].shape[0] or many:
         y = run(given, decay, rate, kept, False, by_token, raw=raw)
         return gated_groups(y, given[0], *ending)
+    out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)
+    tensors, eps, sizes = _group_arguments(given[0], *ending, out)
     arguments = *tensors, counters(z.device, COUNTERS), eps, given[0].stride(0), z.stride(0)
     run(given, decay, rate, kept, False, by_token, raw=raw, after=After(_walk_and_gate_groups, 0, arguments, sizes))
     return out

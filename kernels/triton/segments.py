@@ -179,8 +179,9 @@ def gated_delta(
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
     conv = (weights.conv, None), (kept.conv, slots, cu_query_lens), 0
-    rows, mixed = _convolved(x, weights.norm, weights.qkvz, conv, by_token)
-    (rates,) = of_normed(x, weights.norm, weights.ba)
+    seen, norm = (x, weights.norm) if x.shape[0] == 1 else (normed(x, weights.norm), None)  # several rows: once
+    rows, mixed = _convolved(seen, norm, weights.qkvz, conv, by_token)
+    (rates,) = of_normed(seen, norm, weights.ba)
     z = rows[:, 2 * keys + values :]
     b, a = rates.tensor_split([heads], -1)
     z = z if weights.z_up is None else weights.z_up(z.contiguous())

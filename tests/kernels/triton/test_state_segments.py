@@ -192,6 +192,16 @@ def test_a_row_is_convolved_and_gated_by_the_kernels_before(
     torch.testing.assert_close(again, y, rtol=1e-3, atol=1e-3)
 
 
+def test_several_rows_are_normed_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: list[Norm | None] = []
+    own = segments.normed
+    monkeypatch.setattr(segments, "normed", lambda x, norm: norms.append(norm) or own(x, norm))
+    weights, x = KINDS["gated delta"](device), normal(3, HIDDEN).half().to(device)
+    slots, starts = torch.tensor([3, 0, 4], device=device), torch.arange(4, device=device).int()
+    segments.gated_delta(None, x, weights, slots_of(weights, device), slots, starts)
+    assert sum(norm is not None for norm in norms) == 1
+
+
 def vars_of(kept: StateSlots) -> tuple[Tensor, ...]:
     return (kept.conv,) if kept.state is None else (kept.conv, kept.state)
 
