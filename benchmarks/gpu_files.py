@@ -11,10 +11,9 @@ import torch
 from gpu_place import Place
 from gpu_rows import Bench
 
-from localllm.boot.boot import COMPILING_THREADS, compiler
 from localllm.kernels.cpu.build import cache_folder
 from localllm.kernels.verify.records import Records, identity
-from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest, compiler
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import linear_shapes
 from localllm.models.loader import LoadOptions, load_model

@@ -7,12 +7,14 @@ replaces it, and `failures` reports it in the run summary. References are not te
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..embedding import Embedding
@@ -28,6 +30,18 @@ from .sampling_trial import sampler_error
 from .trial import NoVerdict, SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error, unjudged
 
 OPTIONAL = ("zeros", "mins", "perm", "pre_scale")  # tensors of a `Weight`
+COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
+
+
+def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], None] | None:
+    """A function that compiles the kernels a call would launch, without launching them; None without Triton."""
+    if device == "cpu":
+        return None
+    try:
+        from ..triton.launch import compile_ahead
+    except ImportError:  # no Triton for this system
+        return None
+    return partial(compile_ahead, device=torch.device(device), threads=threads)
 
 
 def _linear_key(facts: LinearFacts, has: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
 from localllm.kernels.verify.records import Records, identity
-from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest, compiler
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.assistant import AssistantModel
@@ -44,7 +43,6 @@ from localllm.testing import step_fault
 
 log = logging.getLogger(__name__)
 
-COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
 # activation quantization -> the matmul kernel that applies it
 ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4", "int8": "c_int8"}
 
@@ -56,17 +54,6 @@ def first_use(device: str, machine: MachineFacts) -> SelfTest:
         card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
         tuner(torch.device(device)).use(Records("tuning", known, cache_folder()), card.capability)
     return SelfTest(Records("selftest", known, cache_folder()), compiler(device, COMPILING_THREADS))
-
-
-def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], None] | None:
-    """A function that compiles the kernels a call would launch, without launching them; None without Triton."""
-    if device == "cpu":
-        return None
-    try:
-        from localllm.kernels.triton.launch import compile_ahead
-    except ImportError:  # no Triton for this system
-        return None
-    return partial(compile_ahead, device=torch.device(device), threads=threads)
 
 
 def recorder(plan: Plan) -> Callable[[Callable[[], object]], Callable[[], None]] | None:

@@ -150,14 +150,14 @@ def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
 
     from localllm.kernels import OpFacts
     from localllm.kernels.verify.cases import ModelShapes
-    from localllm.kernels.verify.selftest import SelfTest
+    from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest, compiler
 
     kv = {"float32": "bf16", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     hidden, inner, heads = (1024, 3072, 16) if device == "cpu" else (4096, 12288, 32)
     facts = OpFacts(kv, heads, 8, 128, device=device.split(":")[0], capability=capability, dtype=dtype)
     if device != "cpu":
         torch.cuda.set_device(device)  # "cuda" without an index refers to it from here on
-    test = SelfTest()
+    test = SelfTest(compile_ahead=compiler(device, COMPILING_THREADS))
     test.table(ModelShapes(hidden, inner, facts))
     return {"run": test.num_run, "failures": [str(failure) for failure in test.failures], "seconds": test.seconds}
 

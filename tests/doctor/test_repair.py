@@ -244,10 +244,14 @@ def test_of_several_cards_the_one_asked_for_is_measured(monkeypatch: pytest.Monk
     used: list[Any] = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: used.append(device))
     monkeypatch.setattr("torch.cuda.set_device", used.append)
-    monkeypatch.setattr("localllm.kernels.verify.selftest.SelfTest.table", lambda *given: None)
+    ahead: list[Any] = []
+    monkeypatch.setattr(
+        "localllm.kernels.verify.selftest.SelfTest.table", lambda test, _: ahead.append(test.compile_ahead)
+    )
     probe_child.finisher("cuda:1")()
     probe_child.selftest("cuda:2", 90, "bfloat16")
-    assert used == ["cuda:1", "cuda:2"]
+    probe_child.selftest("cpu", 0, "float32")
+    assert used == ["cuda:1", "cuda:2"] and ahead[0].keywords["threads"] >= 1 and ahead[1] is None
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
     probe_child._answer(b'["none"]')

@@ -106,7 +106,9 @@ async def park(request: Request, body: ModelRequest) -> dict[str, Any]:
 async def _done(request: Request, body: ModelRequest, command: Callable[[str], Future[bool]]) -> dict[str, Any]:
     model = await service_of(request).find(body.model)
     if service_of(request).pool.is_lent:
-        message = f"{model.name} cannot be unloaded or parked here: it is in use by the program that opened this server."
+        message = (
+            f"{model.name} cannot be unloaded or parked here: it is in use by the program that opened this server."
+        )
         raise ApiError(409, f"{message} End that program instead.", code="model_in_use")
     return {"model": model.name, "done": await asyncio.wrap_future(command(model.name))}
 
