@@ -56,10 +56,10 @@ def convert(
     x3 = load_plane(x_row, chunk, 3, K, C, 32, RUN, CHUNKS, CACHE)
     factor = 1.0
     if NORM:
-        x0 *= load_plane(norm_ptr, chunk, 0, K, C, 32, RUN, CHUNKS)
-        x1 *= load_plane(norm_ptr, chunk, 1, K, C, 32, RUN, CHUNKS)
-        x2 *= load_plane(norm_ptr, chunk, 2, K, C, 32, RUN, CHUNKS)
-        x3 *= load_plane(norm_ptr, chunk, 3, K, C, 32, RUN, CHUNKS)
+        x0 *= load_plane(norm_ptr, chunk, 0, K, C, 32, RUN, CHUNKS, "")
+        x1 *= load_plane(norm_ptr, chunk, 1, K, C, 32, RUN, CHUNKS, "")
+        x2 *= load_plane(norm_ptr, chunk, 2, K, C, 32, RUN, CHUNKS, "")
+        x3 *= load_plane(norm_ptr, chunk, 3, K, C, 32, RUN, CHUNKS, "")
         k = tl.arange(0, PADDED)
         wide = tl.load(x_row + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
         factor = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / K + eps)

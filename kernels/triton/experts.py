@@ -15,6 +15,7 @@ nine of now.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +51,28 @@ _GATES = ("silu", "silu_clamped", "gelu_tanh", "swiglu_oai")
 _STEP_FIELDS = FUSED_EXPERTS | FUSED_HYPER | {"expert_scales", "stacked", "table"}
 
 
-def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
-    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place; `ids` as in `experts.route`."""
+def experts(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: ExpertsWeights,
+    ids: Tensor | None = None,
+    *,
+    apart: bool = False,
+) -> Tensor:
+    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place; `ids` as in `experts.route`.
+
+    apart   routing, conversions and sums have kernels of their own, here and below
+    """
     if weights.stacked is None or weights.host is not None or not _supports_tiles(x, *weights.stacked):
         return composed(x, weights, ids=ids)
     if any(one.additions is not None for each in (weights.gate_up, weights.down) for one in each):
         return composed(x, weights, ids=ids)
     if x.shape[0] <= SMALL_TOKENS and x.is_contiguous() and weights.post_norm is None and _is_for_steps(x, weights):
-        return _step(x, weights, ids)
+        return _step(x, weights, ids, apart)
     plain = weights.shared_gate is None and weights.shared_scale == 1.0
-    feed = _normed_shared if weights.apart is not None and plain and _gates_fuse(x, weights) else None
-    return composed(x, weights, mix=mixture, ids=ids, add=add_normed, feed=feed)
+    normed_inside = weights.apart is not None and plain and _gates_fuse(x, weights)
+    feed = partial(_normed_shared, apart=apart) if normed_inside else None
+    return composed(x, weights, mix=partial(mixture, apart=apart), ids=ids, add=add_normed, feed=feed)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
@@ -70,27 +82,27 @@ def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
     return weights.activation in _GATES and has_only(weights, _STEP_FIELDS, "norm")
 
 
-def _step(x: Tensor, weights: ExpertsWeights, ids: Tensor | None = None) -> Tensor:
+def _step(x: Tensor, weights: ExpertsWeights, ids: Tensor | None, apart: bool) -> Tensor:
     """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert.
 
     A single row is normed by the kernels that read it, and the last programs of the router's product also route it.
     With hyper-connections there is no residual.
     """
     assert weights.stacked is not None
-    router, apart = only_part(weights.router, x), weights.share_inputs or tile_size(weights.top_k, len(weights.down))
-    single = router is not None and x.shape[0] == 1 and not apart
+    router, tiles = only_part(weights.router, x), tile_size(weights.top_k, len(weights.down))
+    single = router is not None and x.shape[0] == 1 and not weights.share_inputs and not tiles
     seen, norm = centred(x, weights.norm) if single else (normed(x, weights.norm), None)
     given = None
-    if single and (made := _routed_by_product(seen, norm, weights)) is not None:
+    if single and not apart and (made := _routed_by_product(seen, norm, weights)) is not None:
         chosen, shares, given = made
     else:
         logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
         chosen, shares = routed(logits, weights, ids)
-    more, gate = _shared(seen, weights, norm, given)
+    more, gate = _shared(seen, weights, norm, given, apart=apart)
     taken, shares = _weighted_inputs(seen, shares, weights)
     residual = x if weights.hyper is None else None
     sums = Sums(shares, x, residual, more, gate, weights.shared_scale)
-    _expert_outputs(taken, chosen, weights, sums, norm=norm, given=given)
+    _expert_outputs(taken, chosen, weights, sums, norm=norm, given=given, apart=apart)
     return x
 
 
@@ -101,15 +113,15 @@ def _gates_fuse(x: Tensor, weights: ExpertsWeights) -> bool:
     return known and up is not None and only_part(up, x) is not None
 
 
-def _normed_shared(x: Tensor, weights: ExpertsWeights, norm: Norm) -> Tensor:
+def _normed_shared(x: Tensor, weights: ExpertsWeights, norm: Norm, *, apart: bool) -> Tensor:
     """Output of a shared expert without a gate, whose own input norm is part of its first product."""
-    output, _ = _shared(x, weights, norm)
+    output, _ = _shared(x, weights, norm, apart=apart)
     assert output is not None
     return output
 
 
 def _shared(
-    x: Tensor, weights: ExpertsWeights, norm: Norm | None = None, given: Tensor | None = None
+    x: Tensor, weights: ExpertsWeights, norm: Norm | None = None, given: Tensor | None = None, *, apart: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Output of the shared expert of norm(x) and the logit of its gate, in the dtype of x; None if absent.
 
@@ -125,7 +137,7 @@ def _shared(
         other = weights.stacked[0].prepared
         given = given if (part.prepared.code, part.prepared.run) == (other.code, other.run) else None
     gate = None if weights.shared_gate is None else of_normed(x, norm, weights.shared_gate)[0]
-    return through(seen, part, first, weights.shared_down, given=given), gate
+    return through(seen, part, first, weights.shared_down, given=given, apart=apart), gate
 
 
 def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:
@@ -139,13 +151,15 @@ def mixture(
     weights: ExpertsWeights,
     activate: Callable[[Tensor], Tensor],
     ids: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> Tensor:
     """`experts.mixture` for `stacked` weights: float32 [num_tokens, hidden]."""
     chosen, shares = routed(weights.router(router_input), weights, ids)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
     taken, shares = _weighted_inputs(seen, shares, weights)
-    _expert_outputs(taken, chosen, weights, Sums(shares, total), activate)
+    _expert_outputs(taken, chosen, weights, Sums(shares, total), activate, apart=apart)
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
 
@@ -175,6 +189,8 @@ def _expert_outputs(
     activate: Callable[[Tensor], Tensor] | None = None,
     norm: Norm | None = None,
     given: Tensor | None = None,
+    *,
+    apart: bool,
 ) -> None:
     """Sum the expert outputs of all pairs. x has one row per token or per pair.
 
@@ -193,9 +209,9 @@ def _expert_outputs(
         hidden = activate(expert_product(x, gate_up.prepared, first, pairs))
         summed(expert_product(hidden, down.prepared, then, pairs), sums)
         return
-    after = None if size else _summing(sums)
+    after = None if size or apart else _summing(sums)
     both = x, gate_up.prepared, first, down.prepared, then
-    outputs = chained(*both, pairs=pairs, given=given, after=after)
+    outputs = chained(*both, pairs=pairs, given=given, after=after, apart=apart)
     if after is None:
         summed(outputs, sums)
 

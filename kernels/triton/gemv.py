@@ -42,7 +42,7 @@ def _load_words(
 @triton.jit
 def load_run(
     ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
-    CACHE: tl.constexpr = "",
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """float32 [CHUNKS, RUN]: elements [first, first + RUN) of each chunk, read with cache modifier CACHE."""
     k = chunk[:, None] * CHUNK + first + tl.arange(0, RUN)[None, :]
@@ -56,7 +56,7 @@ def load_run(
 @triton.jit
 def load_plane(
     ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
-    CHUNKS: tl.constexpr, CACHE: tl.constexpr = "",
+    CHUNKS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """float32 [CHUNKS, 8]: the elements multiplied by plane PLANE of a chunk's halves, all eight in one thread."""
     STEP: tl.constexpr = CHUNK * RUN // 8  # elements of a run of halves
@@ -80,11 +80,11 @@ def _activations(
     RUN: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """`load_plane` of x times the norm's weight, and the sum of squares of the unweighted x, float32 [CHUNKS]."""
-    x = load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
+    x = load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS, "")
     squares = tl.zeros((CHUNKS,), tl.float32)
     if NORM:
         squares = tl.sum(x * x, 1)
-        x *= load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
+        x *= load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS, "")
     return x, squares
 
 

@@ -2,7 +2,8 @@
 
 Importing this module imports neither Triton nor any kernel, as Triton may be missing on machines without a GPU.
 
-`triton` uses the fastest kernel for the number of rows. `triton_invariant` is bitwise independent of batch and prompt
+`triton` uses the fastest kernel for the number of rows. `triton_apart` launches more kernels, each of which does less;
+it replaces a segment that fails its self-test. `triton_invariant` is bitwise independent of batch and prompt
 chunking, so attention cannot tile queries and recurrences cannot run in chunks. If the user allows it
 (`LinearFacts.activations`), `triton_fp8_w8a8` and `triton_nvfp4_w4a4` quantize x for products of many rows; no other
 product does. Weights of every form keep their stored size.
@@ -129,10 +130,23 @@ def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -
     return (Impl(op, "triton", fits, _lazily(module, op)),)
 
 
-def _recurrence(op: str, module: str = "recurrent") -> tuple[Impl, ...]:
+def _recurrence(op: str) -> tuple[Impl, ...]:
+    run = _lazily("recurrent", op)
+    return (Impl(op, "triton", _chunks_fit, run), _by_token(op, run))
+
+
+def _by_token(op: str, run: Callable[..., Any]) -> Impl:
+    return Impl(op, "triton_invariant", _fits, partial(run, by_token=True))
+
+
+def _segment(op: str, module: str = "segments", fits: Callable[[OpFacts], str | None] = _fits) -> tuple[Impl, ...]:
+    """A segment, and the same with more kernels, which replaces one that fails its self-test."""
     run = _lazily(module, op)
-    by_token = Impl(op, "triton_invariant", _fits, partial(run, by_token=True))
-    return (Impl(op, "triton", _chunks_fit, run), by_token)
+    return (Impl(op, "triton", fits, run), Impl(op, "triton_apart", fits, partial(run, apart=True)))
+
+
+def _recurrent_segment(op: str) -> tuple[Impl, ...]:
+    return (*_segment(op, fits=_chunks_fit), _by_token(op, _lazily("segments", op)))
 
 
 def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any], rounds: float = 0.0) -> Impl:
@@ -177,14 +191,14 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         Impl("compressed_attention", "triton", partial(_latents_fit, whole_chunks=True), _ENTRIES),
         Impl("compressed_attention", "triton_invariant", _latents_fit, partial(_ENTRIES, by_token=True)),
     ),
-    "attn_in": _impl("attn_in", "segments", _attention_fits),
+    "attn_in": _segment("attn_in", fits=_attention_fits),
     "attention": _impl("attention", "segments", _gates_fit),
     "attn_out": _impl("attn_out", "segments"),
-    "gated_delta": _recurrence("gated_delta", "segments"),
-    "mamba": _recurrence("mamba", "segments"),
+    "gated_delta": _recurrent_segment("gated_delta"),
+    "mamba": _recurrent_segment("mamba"),
     "short_conv": _impl("short_conv", "segments"),
-    "mlp": _impl("mlp", "segments"),
-    "experts": _impl("experts", "experts"),
+    "mlp": _segment("mlp"),
+    "experts": _segment("experts", "experts"),
     "layer_input": _impl("layer_input", "segments"),
     "hyper_in": _impl("hyper_in", "hyper"),
     "hyper_out": _impl("hyper_out", "hyper"),

@@ -117,7 +117,7 @@ def product(
 
 def chained(
     x: Tensor, p: Prepared, extras: Extras, second: Prepared, then: Extras, *, out: Tensor | None = None,
-    pairs: Pairs | None = None, given: Tensor | None = None, after: After | None = None,
+    pairs: Pairs | None = None, given: Tensor | None = None, after: After | None = None, apart: bool = False,
 ) -> Tensor:  # fmt: skip
     """product(product(x, p, extras), second, then, out=out) for `fusable` weights, or `expert_product` twice.
 
@@ -125,6 +125,7 @@ def chained(
 
     given   x in fixed point for this code and runs, normalized, if a kernel before converted it
     after   replaces the second kernel, which must be a GEMV
+    apart   conversions are launches of their own
     """
     x, card = x.contiguous(), card_of(x.device)
     hidden = _empty_outputs(x, p, extras.gate, pairs)
@@ -132,11 +133,11 @@ def chained(
         out = _empty_outputs(x, second, then.gate, pairs)
     if pairs is None:
         choice = _picked(x, p, hidden, extras, card, given is not None)
-        next_choice = _picked(hidden, second, out, then, card, "chunks" in choice)
+        next_choice = _picked(hidden, second, out, then, card, "chunks" in choice and not apart)
     else:
         choice, next_choice = (expert_tile(*one, pairs, card) for one in ((p, extras), (second, then)))
     made = converting = None
-    if "chunks" in choice and "fixed" in next_choice:
+    if "chunks" in choice and "fixed" in next_choice and not apart:
         made, converting = _converting(hidden, choice, extras.gate, pairs, second)
     _run(x, p, hidden, extras, choice, pairs, given, converting)
     _run(hidden, second, out, then, next_choice, pairs, made, after)

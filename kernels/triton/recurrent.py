@@ -722,13 +722,16 @@ def gated_delta_rule(
     tiled: bool,
     raw: Raw,
     ending: tuple[Tensor, Norm, bool],
+    *,
+    apart: bool = False,
 ) -> Tensor:
     """`gated_norm` of the gated delta rule's result: in one launch for as many tokens as sequences (decode).
 
     ending   z, norm and is_sigmoid of `gated_norm`; the others as in `run`
+    apart    always in two
     """
     (tokens, heads, dim), (z, norm, is_sigmoid) = given[0].shape, ending
-    if by_token or tokens != kept[1].shape[0] or tokens * heads > COUNTERS:
+    if apart or by_token or tokens != kept[1].shape[0] or tokens * heads > COUNTERS:
         return gated_norm(run(given, decay, rate, kept, True, by_token, tiled, raw), *ending)
     out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)
     arguments = z, norm.weight, out, counters(z.device, COUNTERS), norm.eps, z.stride(0)
@@ -792,15 +795,18 @@ def gated_state_space(
     by_token: bool,
     raw: Raw,
     ending: tuple[Tensor, Tensor, tuple[Norm, Tensor] | None, int],
+    *,
+    apart: bool = False,
 ) -> Tensor:
     """`gated_groups` of a state space's result: in one launch for as many tokens as sequences (decode).
 
     ending   z, skip, norms and groups of `gated_groups`; the others as in `run`
+    apart    always in two
     """
     (z, _, norms, groups), (tokens, heads, dim) = ending, given[0].shape
     groups = groups if norms is not None else heads
     many = tokens * groups > COUNTERS or power_of_2(heads * dim // groups) > WIDEST_GROUP
-    if by_token or tokens != kept[1].shape[0] or many:
+    if apart or by_token or tokens != kept[1].shape[0] or many:
         y = run(given, decay, rate, kept, False, by_token, raw=raw)
         return gated_groups(y, given[0], *ending)
     out = torch.empty((tokens, heads * dim), dtype=z.dtype, device=z.device)

@@ -65,8 +65,13 @@ def attn_in(
     sin: Tensor,
     pages: KVPages,
     slot_mapping: Tensor,
+    *,
+    apart: bool = False,
 ) -> Tensor:
-    """QK-norm, RoPE and KV write after the norm and the QKV product; for a single row all in one launch."""
+    """QK-norm, RoPE and KV write after the norm and the QKV product; for a single row all in one launch.
+
+    apart   what products' programs could also do is left to kernels of its own, here and below
+    """
     reads_only = weights.reads_only
     uneven = (weights.q_norm is None) != (weights.k_norm is None) and not reads_only
     if uneven or not has_only(weights, _ATTN_IN, "norm", True):
@@ -78,7 +83,7 @@ def attn_in(
     how: dict[str, Any] = {"interleaved": weights.interleaved, "late_norms": weights.late_norms}
     how |= {"value_scale": weights.value_scale, "v_norm": weights.v_norm}
     rows, norm = centred(x, weights.norm)
-    if _finishes_heads(rows, weights):
+    if not apart and _finishes_heads(rows, weights):
         return projected_heads(rows, norm, weights.qkv.parts, sizes, (cos, sin), kept, norms, weights.gate, **how)
     (qkv,) = of_normed(rows, norm, weights.qkv)
     how |= {"gate": "heads" if weights.head_gates else "queries" if weights.gate else "", "k_is_v": weights.k_is_v}
@@ -126,7 +131,7 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
     return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
 
 
-def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
+def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights, *, apart: bool = False) -> Tensor:
     """(x + post_norm(down(act(gate) · up))) · scale, gate and up of norm(x): [num_tokens, hidden], in place."""
     gate_up = only_part(weights.gate_up, x)
     known = weights.activation in _GATES and has_only(weights, _MLP, "norm", True)
@@ -135,7 +140,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     seen, norm = centred(x, weights.norm)
     first = Extras(gate_up.bias, norm, gate=weights.activation, limit=weights.limit or 0.0)
     alone = weights.hyper is not None or weights.post_norm is not None
-    rows = through(seen, gate_up, first, weights.down, None if alone else x)
+    rows = through(seen, gate_up, first, weights.down, None if alone else x, apart=apart)
     if weights.hyper is not None:
         return rows
     if weights.post_norm is not None:
@@ -171,6 +176,7 @@ def gated_delta(
     cu_query_lens: Tensor,
     *,
     by_token: bool = False,
+    apart: bool = False,
 ) -> Tensor:
     """`mixers.gated_delta` in four launches for a single row: product and convolution, rates, recurrence and gates,
     output.
@@ -180,7 +186,7 @@ def gated_delta(
     heads, keys, values = weights.num_v_heads, weights.num_k_heads * weights.k_dim, weights.num_v_heads * weights.v_dim
     conv = (weights.conv, None), (kept.conv, slots, cu_query_lens), 0
     seen, norm = (x, weights.norm) if x.shape[0] == 1 else (normed(x, weights.norm), None)  # several rows: once
-    rows, mixed = _convolved(seen, norm, weights.qkvz, conv, by_token)
+    rows, mixed = _convolved(seen, norm, weights.qkvz, conv, by_token or apart)
     (rates,) = of_normed(seen, norm, weights.ba)
     z = rows[:, 2 * keys + values :]
     b, a = rates.tensor_split([heads], -1)
@@ -191,7 +197,8 @@ def gated_delta(
     a = a.unflatten(-1, (heads, -1)) if a.shape[-1] > heads else a
     raw = Raw(weights.dt_bias, weights.decay, weights.floor or 0.0, scale=weights.beta_scale)
     ending = z, weights.out_norm, weights.sigmoid_gate
-    gated = gated_delta_rule(given, a, b, (kept.state, slots, cu_query_lens), by_token, weights.tiled, raw, ending)
+    how = by_token, weights.tiled, raw
+    gated = gated_delta_rule(given, a, b, (kept.state, slots, cu_query_lens), *how, ending, apart=apart)
     return onto(x, weights.out, gated) if weights.hyper is None else weights.out(gated)
 
 
@@ -200,17 +207,17 @@ def _convolved(
     norm: Norm | None,
     linear: Linear,
     conv: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor], int],
-    by_token: bool,
+    apart: bool,
 ) -> tuple[Tensor, Tensor]:
     """The product of norm(x), and the causal convolution with SiLU of its outputs from a place on, float32.
 
-    For a single row the product's kernels also convolve; with `by_token` they do not, as they round another way.
+    For a single row the product's kernels also convolve, unless `apart`: they round another way.
 
     conv   weight and bias; state, slots and cu_query_lens; the first output
     """
     taps, kept, first = conv
     seen, inside = centred(x, norm)
-    if x.shape[0] == 1 and not by_token and _fuses(seen, linear):
+    if x.shape[0] == 1 and not apart and _fuses(seen, linear):
         return projected_conv(seen, inside, linear.parts, taps, kept, first)
     (rows,) = of_normed(seen, inside, linear)
     return rows, causal_conv(rows[:, first : first + taps[0].shape[0]], *taps, *kept, True)
@@ -225,13 +232,14 @@ def mamba(
     cu_query_lens: Tensor,
     *,
     by_token: bool = False,
+    apart: bool = False,
 ) -> Tensor:
     """`mixers.mamba` in three launches for a single row: product and convolution, recurrence and gates, output."""
     if not has_only(weights, FUSED_MAMBA) or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
     heads, groups, inner = weights.num_heads, weights.num_groups, weights.num_heads * weights.head_dim
     conv = (weights.conv, weights.conv_bias), (kept.conv, slots, cu_query_lens), inner
-    rows, mixed = _convolved(x, weights.norm, weights.inputs, conv, by_token)
+    rows, mixed = _convolved(x, weights.norm, weights.inputs, conv, by_token or apart)
     z, steps = rows[:, :inner], rows[:, rows.shape[1] - heads :]
     values, *shared = mixed.split([inner, *[groups * weights.state_size] * 2], -1)
     given = values.unflatten(-1, (heads, -1)), *(part.unflatten(-1, (groups, -1)) for part in shared)
@@ -241,7 +249,8 @@ def mamba(
     norms = None if weights.out_norm is None or weights.gain is None else (weights.out_norm, weights.gain)
     ending = z, weights.skip, norms, groups
     states = kept.state, slots, cu_query_lens
-    return onto(x, weights.out, gated_state_space(given, weights.decay, steps, states, by_token, raw, ending))
+    gated = gated_state_space(given, weights.decay, steps, states, by_token, raw, ending, apart=apart)
+    return onto(x, weights.out, gated)
 
 
 def short_conv(
@@ -288,15 +297,22 @@ def onto(x: Tensor, linear: Linear, rows: Tensor) -> Tensor:
 
 
 def through(
-    x: Tensor, part: LinearPart, extras: Extras, linear: Linear, onto: Tensor | None = None, given: Tensor | None = None
+    x: Tensor,
+    part: LinearPart,
+    extras: Extras,
+    linear: Linear,
+    onto: Tensor | None = None,
+    given: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> Tensor:
-    """linear(product(x, part, extras)), added to `onto` in place if there is one; `given` as in `chained`."""
+    """linear(product(x, part, extras)), added to `onto` in place if there is one; other arguments as in `chained`."""
     second = only_part(linear, x)
     if second is None:
         rows = linear(product(x, part.prepared, extras))
         return rows if onto is None else onto.add_(rows)
     then = Extras(second.bias, residual=onto)
-    return chained(x, part.prepared, extras, second.prepared, then, out=onto, given=given)
+    return chained(x, part.prepared, extras, second.prepared, then, out=onto, given=given, apart=apart)
 
 
 def centred(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
