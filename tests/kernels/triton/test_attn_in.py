@@ -13,7 +13,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, Norm
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
-from localllm.kernels.triton import heads, segments
+from localllm.kernels.triton import heads
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton.attention import paged_attention
 from localllm.kernels.triton.launch import counters
@@ -100,9 +100,7 @@ def test_the_products_of_a_row_finish_its_heads(
         q = attn_in(never, x, weights, cos, sin, pages, slots)
         assert launched == ["gemv_heads_kernel"] * parts and not counters(device, products.COUNTERS).any()
         wanted = KVPages(torch.zeros_like(pages.k), torch.zeros_like(pages.v))
-        with monkeypatch.context() as apart:
-            apart.setattr(segments, "_finishes_heads", lambda *_: False)
-            assert torch.equal(q, attn_in(never, x, weights, cos, sin, wanted, slots))
+        assert torch.equal(q, attn_in(never, x, weights, cos, sin, wanted, slots, apart=True))
         assert pages.k.equal(wanted.k) and pages.v.equal(wanted.v)
         assert launched[parts:] == ["gemv_kernel"] * parts + ["heads"]
         launched.clear()

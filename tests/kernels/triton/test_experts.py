@@ -106,6 +106,7 @@ def check(made: Both, tokens: int, device: torch.device, *wrong: Any, **how: Any
     # small beside what is added: the sum is rounded once by ours, twice by the reference
     x = (torch.randn(tokens, hidden) * 2e-3).half().to(device)
     found = triton_experts.experts(composed, x.clone(), made.ours, **how) - x
+    how.pop("apart", None)
 
     def apart(weights: Any) -> float:
         wanted = REFERENCES["experts"](x.clone(), weights, **how) - x
@@ -205,6 +206,23 @@ def test_a_shared_expert_reads_what_was_converted_for_the_others(form: str, devi
     dense = Weight("dense", shared.shape, dequantize(shared).float())
     plain = replace(made.plain, shared_gate_up=linear(dense, device, REFERENCE.name))
     check(Both(ours, plain), 1, device, made.plain, replace(plain, shared_gate=None))
+
+
+@pytest.mark.parametrize("tokens", [1, slow(3)])
+def test_the_kernels_may_be_apart(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a self-test that a fused kernel failed."""
+    launched: list[str] = []
+    for module in (triton_experts, products, digits):
+
+        def launch(kernel: Any, *given: Any, own: Any = module.launch, **how: Any) -> None:
+            launched.append(kernel.fn.__name__.strip("_"))
+            own(kernel, *given, **how)
+
+        monkeypatch.setattr(module, "launch", launch)
+    made = mixture("in kernels", device, "int4g-32")
+    check(made, tokens, device, replace(made.plain, shared_gate=None), apart=True)
+    assert {"route_kernel", "digits_kernel", "sum_kernel"} <= set(launched)
+    assert not any(name.startswith("gemv_") and name != "gemv_kernel" for name in launched)
 
 
 def test_without_enough_counters_sums_and_conversions_are_launches(

@@ -167,7 +167,9 @@ def test_fused_segments(kind: str, lengths: list[int], by_token: bool, device: t
 def test_a_row_is_convolved_and_gated_by_the_kernels_before(
     kind: str, ending: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counters are zero afterwards; groups that are too wide for a warp have a launch of their own."""
+    """Counters are zero afterwards. Groups that are too wide for a warp have a launch of their own, as have all that
+    are to be apart.
+    """
     launched: list[str] = []
     for module in (recurrent, product):
 
@@ -189,6 +191,12 @@ def test_a_row_is_convolved_and_gated_by_the_kernels_before(
     monkeypatch.setattr(recurrent, "COUNTERS", 2)
     again = run(None, x.clone(), weights, slots_of(weights, device), slots, starts)
     assert launched[-3:-1] == ["walk", "gate" if kind == "kimi" else "gate_groups"]
+    torch.testing.assert_close(again, y, rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr(recurrent, "COUNTERS", 1 << 16)
+    launched.clear()
+    again = run(None, x.clone(), weights, slots_of(weights, device), slots, starts, apart=True)
+    kernels = ["convolve", "walk", "gate" if kind == "kimi" else "gate_groups"]
+    assert [name for name in launched if name != "gemv_kernel"] == kernels
     torch.testing.assert_close(again, y, rtol=1e-3, atol=1e-3)
 
 

@@ -80,8 +80,15 @@ def test_the_table_of_a_card_computes_what_the_reference_does(device: torch.devi
     ours = kernel_table(FACTS)
     assert {dict(ours.ops)[op] for op in OPS} == {"triton"}
     wrong = frozenset(f"{name}:triton" for name, _ in ours.ops)
-    plain_table = kernel_table(FACTS, wrong | {f"{op}:triton_invariant" for op in (*OPS, *SEGMENTS)})
+    others = {f"{op}:triton_{kind}" for op in (*OPS, *SEGMENTS) for kind in ("apart", "invariant")}
+    plain_table = kernel_table(FACTS, wrong | others)
     assert set(dict(plain_table.ops).values()) <= {"torch", "chunked"}
+    # a segment that failed is followed by one with more kernels
+    apart = kernel_table(FACTS, frozenset({"attn_in:triton", "mlp:triton"}))
+    assert [dict(apart.ops)[name] for name in ("attn_in", "mlp", "attn_out")] == ["triton_apart"] * 2 + ["triton"]
     plain = next(impl for impl in implementations("linear") if impl.name == "triton")
-    found, expected = run(ours, plain, device).float(), run(plain_table, REFERENCE, device).float()
-    assert found.isfinite().all() and float((found - expected).square().mean().sqrt()) < 0.02 * float(expected.std())
+    expected = run(plain_table, REFERENCE, device).float()
+    for table in (ours, apart):
+        found = run(table, plain, device).float()
+        assert found.isfinite().all()
+        assert float((found - expected).square().mean().sqrt()) < 0.02 * float(expected.std())
