@@ -15,6 +15,9 @@ from localllm.checkpoint import Checkpoint
 from localllm.hub import catalog
 from localllm.kernels import Weight
 from localllm.kernels.layer_weights import ExpertsWeights, Norm
+from localllm.kernels.registry import SEGMENTS
+from localllm.kernels.segments import KernelTable
+from localllm.kernels.table import implementations, kernel_table
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures.facts import (
     ModelFacts,
@@ -266,6 +269,16 @@ def load(
         place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest, predictor=head
     )  # fmt: skip
     return RandomLoading(facts, form, options).model()
+
+
+def table_apart(facts: ModelFacts, kv: str, place: Place) -> KernelTable:
+    """The kernel table that is used if every segment whose products do more fails its self-test."""
+    ops = RandomLoading(facts, "bf16", LoadOptions(place.device, place.dtype, kv)).op_facts()
+    return kernel_table(ops, frozenset(f"{name}:triton" for name in SEGMENTS if _may_be_apart(name)))
+
+
+def _may_be_apart(segment: str) -> bool:
+    return any(impl.name == "triton_apart" for impl in implementations(segment))
 
 
 def drafters_of(facts: ModelFacts) -> tuple[ModelFacts, ModelFacts]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import gpu_rows
 import torch
 from gpu_files import write_checkpoint
-from gpu_models import cache_bytes, facts_of, load, read_bytes
+from gpu_models import cache_bytes, facts_of, load, read_bytes, table_apart
 from gpu_place import Place
 from gpu_rows import Bench
 
@@ -105,6 +106,8 @@ class Speed:
         step = bench.decode_seconds(1, ctx)
         mbu = (read + cache_bytes(facts, kv, ctx)) / step / self.bandwidth
         report.row(f"{name}: step, batch 1, {ctx} tokens", step * 1e3, "ms", mbu=mbu)
+        if report.has_time(60.0):
+            self._apart(bench, name, ctx, step)
         # a head guessing two tokens, 70 % of them right, yields 1 + 0.7 + 0.49 tokens per step, without its own time
         checks = bench.decode_seconds(1, ctx, guessed=2)
         report.row(f"{name}: step that checks 2 guesses", checks / step, "steps", "<= 1.25", checks <= 1.25 * step)
@@ -134,6 +137,20 @@ class Speed:
         more = cache_bytes(facts, kv, deep) - cache_bytes(facts, kv, ctx)
         extra = (slow - step) / (more / self.bandwidth)
         report.row(f"{name}: {deep} tokens against their bytes", extra, "x", "<= 1.25", extra <= 1.25, ms=slow * 1e3)
+
+    def _apart(self, bench: Any, name: str, ctx: int, step: float) -> None:
+        """The same step with a kernel for each of what the products' programs also do, in turns with it."""
+        model, capture = bench.model, bench.engine.runner.capture
+        whole, apart = model.table, table_apart(model.facts, bench.plan.kv, self.place)
+        rounds: dict[bool, list[float]] = {True: [step], False: []}
+        for fused in (False, True, False):
+            model.table = whole if fused else apart
+            capture()
+            rounds[fused].append(bench.decode_seconds(1, ctx))
+        model.table = whole
+        capture()
+        slow, fast = (statistics.median(rounds[fused]) for fused in (False, True))
+        self.report.row(f"{name}: step with a kernel for each", slow / fast, "x", ">= 1", slow >= fast, ms=slow * 1e3)
 
     @staticmethod
     def _mbu_line(facts: ModelFacts, name: str) -> float:
