@@ -77,7 +77,9 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     assert torch.equal(found.v != 0, expected.v != 0)
 
 
-@pytest.mark.parametrize(("gate", "parts"), [("", 1), ("", 3), ("queries", 1)])
+@pytest.mark.parametrize(
+    ("gate", "parts"), [("", 3), *(pytest.param(gate, 1, marks=pytest.mark.slow) for gate in ("", "queries"))]
+)
 def test_the_products_of_a_row_finish_its_heads(
     gate: str, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,8 @@ def test_a_row_takes_three_launches(form: str, device: torch.device, monkeypatch
     assert not counters(device, products.COUNTERS).any()
 
 
-@pytest.mark.parametrize("form", ["int4g-32", slow("dense-f16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4g-32", "dense-f16"])
 def test_a_shared_expert_reads_what_was_converted_for_the_others(form: str, device: torch.device) -> None:
     made = mixture("in kernels", device, "int4g-32")
     shared = make(form, 64, HIDDEN)
@@ -208,7 +209,8 @@ def test_a_shared_expert_reads_what_was_converted_for_the_others(form: str, devi
     check(Both(ours, plain), 1, device, made.plain, replace(plain, shared_gate=None))
 
 
-@pytest.mark.parametrize("tokens", [1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_the_kernels_may_be_apart(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a self-test that a fused kernel failed."""
     launched: list[str] = []
@@ -225,6 +227,7 @@ def test_the_kernels_may_be_apart(tokens: int, device: torch.device, monkeypatch
     assert not any(name.startswith("gemv_") and name != "gemv_kernel" for name in launched)
 
 
+@pytest.mark.slow
 def test_without_enough_counters_sums_and_conversions_are_launches(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
