@@ -26,7 +26,7 @@ from ..layer_weights import LinearPart, Norm
 from .e4m3 import e4m3_bits, round_even
 from .gemv import gemv_kernel
 from .hadamard import rotate_rows, run_length
-from .launch import counters, is_last, launch, power_of_2, wait_for_previous
+from .launch import card_of, counters, is_last, launch, power_of_2, wait_for_previous
 from .product import COUNTERS, After, Extras, product
 
 TILE = 512  # elements per program
@@ -271,6 +271,7 @@ def qk_norm_rope_kv(
         RUN=run_length(dim),
         GATE=gate,
         K_IS_V=k_is_v,
+        registers=128,  # with the compiler's 48 on sm_100 Triton 3.6 spills
         **kinds,
     )
     return q
@@ -297,11 +298,13 @@ def projected_heads(
     tensors, eps, kinds = _shared(q, sizes, angles, kept, norms, **how)
     kinds |= {"ROTATED": run_length(dim), "GATES": gated}
     qkv = torch.empty((1, sum(part.shape[0] for part in parts)), dtype=x.dtype, device=x.device)
-    begin = 0
+    blackwell, begin = card_of(x.device).family == 100, 0
     for part in parts:
         rows = qkv[:, begin : begin + part.shape[0]]
         arguments = qkv, *tensors, counters(x.device, COUNTERS), begin // dim, *eps
-        after = After(_gemv_heads_kernel, 0, arguments, kinds)
+        # with the compiler's 64 registers there, Triton 3.6 spills for Q4_K
+        registers = 80 if blackwell and part.prepared.code == "int4" else 0
+        after = After(_gemv_heads_kernel, 0, arguments, kinds, registers=registers)
         product(x, part.prepared, Extras(part.bias, norm), out=rows, after=after)
         begin += part.shape[0]
     return q

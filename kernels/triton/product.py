@@ -62,6 +62,7 @@ class After(NamedTuple):
     arguments: tuple[Any, ...] = ()  # after those of the GEMV
     constants: Mapping[str, Any] = {}
     subnormals: bool = True  # see `Launch`; False: it has functions of libdevice that flush them
+    registers: int = 0  # as in `launch`
 
 
 class Tiles(NamedTuple):
@@ -257,7 +258,7 @@ def launch_gemv(
     together = 1 if alone else max(1, out.shape[0])  # rows of x per program
     if fixed:
         x, norm = digits(x, p.code, p.run, norm) if given is None else given, None
-    kernel, programs, more, constants, subnormals = after or After(gemv.gemv_kernel)
+    kernel, programs, more, constants, subnormals, registers = after or After(gemv.gemv_kernel)
     launch(
         kernel,
         (-(-out.shape[1] // outputs) + programs, out.shape[0] // together),
@@ -280,6 +281,7 @@ def launch_gemv(
         LATE=CODES[p.code].low == 16,  # on an H100: 4 % less time per step, but 1 % more with 4-bit codes
         num_warps=choice["warps"],
         subnormals=subnormals,
+        registers=registers,
         **_constants(p),
         **constants,
     )

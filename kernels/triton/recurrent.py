@@ -625,7 +625,7 @@ def run(
         chunk, most = (WIDE_CHUNK, WIDE_ROWS) if wide else (CHUNK, CHUNK_ROWS)
         columns, rows = max(columns, 16), min(max(padded, 16), most)
         how = {"num_warps": 8, "num_stages": 1, "CHUNK": chunk}
-    kernel, _, more, constants, _ = after or After(_chunks if "CHUNK" in how else _walk)
+    kernel, _, more, constants, *_ = after or After(_chunks if "CHUNK" in how else _walk)
     launch(
         kernel,
         (-(-dim // rows), heads, kept[1].shape[0]),
