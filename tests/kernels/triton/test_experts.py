@@ -164,7 +164,7 @@ def test_each_may_have_norms_of_its_own(
     made = Both(*(replace(one, shared_scale=1.0) for one in made))
     fused: list[int] = []
     own = triton_experts._normed_shared
-    monkeypatch.setattr(triton_experts, "_normed_shared", lambda *given: fused.append(1) or own(*given))
+    monkeypatch.setattr(triton_experts, "_normed_shared", lambda *given, **how: fused.append(1) or own(*given, **how))
     turned = replace(norms[0], weight=norms[0].weight.flip(0))
     names = ("shared", "after_shared", "after_experts")
     wrong = [replace(made.plain, apart=replace(made.plain.apart, **{name: turned})) for name in names]
