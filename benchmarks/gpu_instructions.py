@@ -3,9 +3,10 @@
     python -P benchmarks/gpu_instructions.py 90 120 --out benchmarks/results/gpu-instructions.json
 
 No GPU is needed. A kernel's loop is the longest stretch of its machine code (SASS) that ends with a jump back to its
-start; the launch parameters give the number of weights that a thread multiplies per pass. A multiprocessor issues four
-instructions for 32 threads per cycle, so an H100 (132 of them at 1.7 GHz, 3.05 TB/s copy bandwidth) has time for 4.7
-instructions per 4-bit weight while its bytes arrive; half-rate instructions count twice.
+start; without a loop all of its instructions count, also those that only its last programs execute. The launch
+parameters give the number of weights that a thread multiplies per pass. A multiprocessor issues four instructions for
+32 threads per cycle, so an H100 (132 of them at 1.7 GHz, 3.05 TB/s copy bandwidth) has time for 4.7 instructions per
+4-bit weight while its bytes arrive; half-rate instructions count twice.
 """
 
 from __future__ import annotations
