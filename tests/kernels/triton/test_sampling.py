@@ -94,7 +94,7 @@ def test_every_wish_in_one_batch(device: torch.device) -> None:
     assert int(found.token_ids[16]) == 700 and int(found.token_ids[17]) == 63
 
 
-@pytest.mark.parametrize("spread", [0.004, 0.3, 2.0])
+@pytest.mark.parametrize("spread", [0.004, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.3, 2.0))])
 def test_cuts_that_end_in_one_bucket_or_in_two(spread: float, device: torch.device) -> None:
     """A bucket is 1/64 wide: with the smallest spread all tokens are in two, with the largest each in its own."""
     logits = (torch.randn(1, VOCAB) * spread).expand(36, -1).contiguous().to(device)
