@@ -41,6 +41,7 @@ SPLIT_PART_BYTES = 64 * MIB
 SAMPLED_BYTES = (3 * 2048 + 7) * 8  # sums and cuts per row while sampling on a GPU: `kernels.triton.sampling`
 SAMPLER_ROW_BYTES = 320 * 8  # logit biases per row: `kernels.sampling.SamplingInputs`
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
+INT4_PACKED = 0.75  # bytes per weight of int4 as torch multiplies it on the CPU, with scales and zeros
 # unquantized storage formats -> bytes per weight
 DENSE_FORMATS = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "BF16": 2, "F16": 2, "F32": 4}
 QUANTIZED_EMBEDDING = 34 / 32  # bytes per value of a Q8_0 table, the largest format GGUF files use for the embedding
@@ -172,7 +173,8 @@ class Memory:
     @cached_property
     def weights_and_read(self) -> tuple[int, int]:
         """(bytes of the loaded weights on the device, bytes of them read per decoded token)."""
-        (held, read), (away, read_away) = self._text_and_read, self.host_and_read
+        held, read = self._text_and_read
+        away, read_away = self._on_host(held)
         vision, drafter = self.facts.vision, self.drafter
         held += self._predictor_bytes + (0 if drafter is None else drafter.weights_and_read[0])
         return held - away + (0 if vision is None else vision.nbytes), max(0, read - read_away)
@@ -189,11 +191,22 @@ class Memory:
     @cached_property
     def host_and_read(self) -> tuple[int, int]:
         """Like `weights_and_read` for host memory, assuming that all experts are used equally often."""
+        held = self._text_and_read[0]
+        if not self.machine.compiler:  # PyTorch multiplies in float32, or int4 in a layout of its own
+            held = self.facts.num_params * (INT4_PACKED if self._is_int4 else 4)
+        return self._on_host(held)
+
+    def _on_host(self, held: float) -> tuple[int, int]:
+        """`host_and_read` of a text model of `held` bytes."""
         if not self.host_experts:
             return 0, 0
         count, top_k = expert_counts(self.facts)
-        away = self._text_and_read[0] * expert_share(self.facts) * self.host_experts / count
+        away = held * expert_share(self.facts) * self.host_experts / count
         return int(away), int(away * top_k / count)
+
+    @property
+    def _is_int4(self) -> bool:
+        return (self.quant or self.facts.stored_format).startswith((*INT4_FORMATS, "int4"))
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -238,8 +251,8 @@ class Memory:
             return held, int(held * facts.active_share) - unread
         if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
             held = facts.weight_bytes + (table_held if facts.tied_embeddings else 0)
-        elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
-            held = int(inner * 0.75) + table * 4 + table_held + second_bytes
+        elif self._is_int4:
+            held = int(inner * INT4_PACKED) + table * 4 + table_held + second_bytes
         else:
             held = (inner + table) * 4 + table_held + second_bytes
         return held, held - table_held - second_bytes

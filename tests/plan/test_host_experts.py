@@ -47,6 +47,17 @@ def test_as_many_as_the_card_has_no_room_for() -> None:
     assert not fewer.fits or fewer.ctx < SPLIT_CTX, "no more than must be"
 
 
+@pytest.mark.parametrize(("stored", "bytes_per_weight"), [("Q4_K_M", 4), ("bf16", 4), ("awq", 0.75)])
+def test_without_a_c_compiler_experts_take_more_host_memory(stored: str, bytes_per_weight: float) -> None:
+    """PyTorch multiplies them in float32, or int4 in a layout of its own; the card keeps its format."""
+    facts = mixture(stored_format=stored)
+    with_c = Planner(CARD).plan(facts, host_experts=64)
+    bare = Planner(replace(CARD, compiler="")).plan(facts, host_experts=64)
+    assert bare.weight_bytes == with_c.weight_bytes
+    expanded = 3 * INNER * HIDDEN * 64 * LAYERS * bytes_per_weight
+    assert bare.host_bytes == pytest.approx(expanded, rel=1e-6)
+
+
 def test_the_most_context_is_what_a_wish_for_it_gets() -> None:
     """With more experts in host memory there is room for more of it, whatever the plan at hand has there."""
     facts, planner = mixture(max_context=1 << 20), Planner(CARD).having(device="cuda:0")
