@@ -91,13 +91,16 @@ def table_params(facts: ModelFacts) -> int:
 
 
 def _spans(facts: ModelFacts, places: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
-    """Layer ranges in proportion to each device's free memory; rank 0 also holds the embedding and the head."""
+    """Layer ranges in proportion to each device's free memory; rank 0 also holds the tables and the vision tower."""
     of_kind = {id(kind): count_params(replace(facts, layers=(kind,))) - table_params(facts) for kind, _ in facts.kinds}
     sizes = [of_kind[id(layer)] for layer in facts.layers]
     room = [1.0 if place.gpu is None else float(place.gpu.free_bytes) for place in places]
-    whole = sum(sizes) + table_params(facts)
+    first = table_params(facts)
+    if facts.vision is not None:
+        first += int((sum(sizes) + first) * facts.vision.nbytes / max(1, facts.weight_bytes))
+    whole = sum(sizes) + first
     wanted = [whole * one / sum(room) for one in room]
-    wanted[0] = max(wanted[0] - table_params(facts), whole / 1000)
+    wanted[0] = max(wanted[0] - first, whole / 1000)
     return spans(sizes, wanted)
 
 
@@ -265,8 +268,9 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
             ]
         )
     for found in zip(*each, strict=True):
-        memories = [memory if rank == 0 else replace(memory, draft=None) for rank, (memory, _) in enumerate(found)]
-        yield tuple(memories), found[0][1]
+        first, *others = (memory for memory, _ in found)  # rank 0 alone drafts and reads images
+        others = [replace(one, draft=None, facts=replace(one.facts, vision=None)) for one in others]
+        yield (first, *others), found[0][1]
 
 
 def _pages(ranks: Ranks, memories: Sequence[Memory], ctx: int) -> tuple[int, ...]:

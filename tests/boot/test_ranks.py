@@ -31,6 +31,7 @@ from localllm.device.imagined import imagined
 from localllm.errors import ConfigError, DeviceError, OutOfMemory
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, count_params
+from localllm.models.architectures.vision import VisionFacts
 from localllm.models.model import Model
 from localllm.models.parallel import SleepingRanks, asleep
 from localllm.models.sleep import tensors_of
@@ -360,6 +361,21 @@ def test_cards_share_a_model_that_one_has_no_room_for(large: ModelFacts) -> None
     assert (first, end, last) == (0, start, 80)
     assert halves.ranks[0].weight_bytes > halves.ranks[1].weight_bytes  # its card has more room
     assert halves.decode_tps < made.decode_tps  # they take turns
+
+
+@pytest.mark.parametrize("split", ["tensor", "layers"])
+def test_only_rank_0_holds_the_vision_tower(large: ModelFacts, split: str) -> None:
+    pair = imagined(fake_machine("cpu"), gpu="2x 4090")
+    planner = Planner(pair, EngineOptions(device="cuda", tensor_parallel=2, split=split))
+    tower = VisionFacts(27, 1152, 4304, 16, 896, 14, 1e-6, 256, 1, 2, 3, nbytes=2 * GIB)
+    blind, made = (planner.plan(replace(large, vision=vision)) for vision in (None, tower))
+    weights, before = ([rank.weight_bytes for rank in plan.ranks] for plan in (made, blind))
+    assert sum(weights) == pytest.approx(sum(before) + 2 * GIB, rel=1e-3)
+    if split == "tensor":
+        assert weights == [before[0] + 2 * GIB, before[1]]
+    else:
+        assert made.ranks[0].span[1] < blind.ranks[0].span[1], "fewer layers beside the tower"
+    assert ["image" in dict(rank.work_terms) for rank in made.ranks] == [True, False]
 
 
 def test_cards_that_take_turns_read_what_one_would(tiny_path: Path) -> None:
