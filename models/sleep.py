@@ -33,9 +33,15 @@ class SleepingWeights:
 
     def wake(self) -> None:
         """Allocate the device memory again and copy everything back. Raises torch's out-of-memory error."""
-        for storage, host in self._pairs:
-            storage.resize_(host.nbytes())
-            storage.copy_(host, non_blocking=host.is_pinned())
+        try:
+            for storage, host in self._pairs:
+                storage.resize_(host.nbytes())
+                storage.copy_(host, non_blocking=host.is_pinned())
+        except torch.OutOfMemoryError:  # stay asleep, for another attempt
+            for storage, _ in self._pairs:
+                storage.resize_(0)
+            free_cached()
+            raise
         for device in {storage.device for storage, _ in self._pairs if storage.device.type == "cuda"}:
             torch.cuda.synchronize(device)
         self._pairs = []

@@ -27,7 +27,17 @@ from ..weight import Weight
 from .cases import ModelShapes
 from .records import Records
 from .sampling_trial import sampler_error
-from .trial import NoVerdict, SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error, unjudged
+from .trial import (
+    NoVerdict,
+    SegmentTrial,
+    ends_kind,
+    is_by_kernel,
+    is_device_lost,
+    layer_kind,
+    linear_error,
+    op_error,
+    unjudged,
+)
 
 OPTIONAL = ("zeros", "mins", "perm", "pre_scale")  # tensors of a `Weight`
 COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
@@ -151,7 +161,7 @@ class SelfTest:
                 self.failures.append(Failure(name, str(missing)))
                 return False
             except RuntimeError as crash:
-                if not is_device_lost(crash):
+                if not (is_device_lost(crash) and is_by_kernel(crash)):  # a failed GPU says nothing about the kernel
                     raise
                 first_line = str(crash).splitlines()[0]
                 self.records.put(f"{name} {key}", {"reason": f"it left the device unusable: {first_line}"})

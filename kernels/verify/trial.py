@@ -121,13 +121,19 @@ REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image", "kernel image is invalid",  # code of a newer CUDA than the driver's
     "alloc_failed", "not_supported", "invalid_value",
+    "is capturing", "during capture", "capturing blocking stream",  # calls that a CUDA graph cannot record
 )  # fmt: skip
 TRITON = "Triton Error [CUDA]: "
 # error texts of Triton's launcher when the context is lost; it reports rejected launches with the same prefix
 LOST = (
     "an illegal", "unspecified launch", "misaligned", "uncorrectable ECC", "unknown error", "context is destroyed",
     "hardware stack", "invalid program counter", "invalid address space", "the launch timed out", "driver shutting",
-    "no CUDA-capable", "system not",
+    "no CUDA-capable", "system not", "operation not supported on global", "CUDA-capable device(s) is/are busy",
+)  # fmt: skip
+# of all of these, what a faulty kernel can cause; the others come from the hardware, the driver or another process
+BY_KERNEL = (
+    "illegal", "unspecified launch", "misaligned", "assert", "timed out", "hardware stack", "program counter",
+    "address space", "execution_failed",
 )  # fmt: skip
 
 
@@ -137,7 +143,12 @@ def is_device_lost(error: BaseException) -> bool:
     if any(word in text.lower() for word in REFUSED):
         return False
     fatal = ("CUDA error", "CUDA driver error", "device-side", *(TRITON + word for word in LOST))
-    return any(word in text for word in fatal)
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or any(word in text for word in fatal)
+
+
+def is_by_kernel(error: BaseException) -> bool:
+    """Whether a faulty kernel can have caused an error for which `is_device_lost` is true."""
+    return any(word in str(error).lower() for word in BY_KERNEL)
 
 
 class NoVerdict(Exception):

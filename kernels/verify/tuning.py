@@ -214,13 +214,15 @@ class Tuner:
                 if is_device_lost(error):
                     raise
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
+                if tile is candidates[0]:
+                    break  # only its result was verified, so the others have nothing to agree with
         del self._jobs[shape]
         if not times:
             return Tuned(shape, candidates[0], 0.0, 0.0, tuple(failed))
         first_s, first = times[0]
         if len(times) > 1 and abs(again := measure(trial(first)) / first_s - 1) > STEADY:
             self.num_unsteady += 1  # not stored: the next start times the shape again
-            failed.append(f"the GPU's speed changed by {again:.0%} during timing: it is power- or heat-limited")
+            failed.append(f"the GPU's speed changed by {again:.0%} during timing, as under a power or heat limit")
             return Tuned(shape, first, first_s * 1e6, first_s * 1e6, tuple(failed))
         best_s, best = min(times, key=lambda entry: entry[0])
         if best_s > WORTH * first_s:

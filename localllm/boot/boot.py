@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import ClassVar
 from weakref import WeakSet
@@ -24,11 +25,12 @@ from localllm.device import MachineFacts
 from localllm.engine.adapters import Residents
 from localllm.engine.cuda_graph import Shape
 from localllm.engine.engine import Engine
-from localllm.errors import OutOfMemory
+from localllm.engine.failures import explained
+from localllm.errors import DeviceError, OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
 from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest, compiler
-from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner
+from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner, waited
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.assistant import AssistantModel
 from localllm.models.dflash import DFlashModel
@@ -305,28 +307,33 @@ class Boot:
     def tune(self, budget_s: float, on_progress: Callable[[Tuned], None]) -> list[Tuned]:
         """Tune the tiles of all shapes used so far, in the engine's thread, and wait for it.
 
-        KeyboardInterrupt stops it and keeps the results so far.
+        KeyboardInterrupt stops it and keeps the results so far. Raises DeviceError if the engine stops.
         """
         if self.plan.device == "cpu":
             return []
         found: list[Tuned] = []
-        stopped, done = threading.Event(), threading.Event()
+        stopped, ended = threading.Event(), Future[None]()
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
                 found.extend(self._time_tiles(budget_s, lambda: stopped.is_set() or must_stop(), on_progress))
                 self._on_tuned(found)
                 self._stale = self.engine.runner.capture(self._stale) if self._stale else ()
-            finally:
-                done.set()
+            except Exception as error:
+                ended.set_exception(explained(error))
+                raise
+            ended.set_result(None)
             return True
 
         self.engine.when_idle(job)
         try:
-            done.wait()
+            waited(ended, lambda: self.engine.is_dead)
         except KeyboardInterrupt:
             stopped.set()
             return list(self.tuned)
+        if not ended.done():
+            raise DeviceError(f"the engine stopped: {self.engine.failure}", "localllm doctor")
+        ended.result()
         return found
 
     def _time_tiles(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from localllm.device import GpuFacts, MachineFacts
+from localllm.device import GpuFacts, MachineFacts, machine
 from localllm.device.assembler import BLACKWELL, assembler
 from localllm.device.gpu_table import generation
 from localllm.device.host import version_key
@@ -130,13 +130,34 @@ def check_room(plan: Plan, planned: MachineFacts, now: MachineFacts) -> None:
     need = plan.need_bytes - plan.margin_bytes
     if card.unified or need <= card.free_bytes + ours:
         return
-    known = {one.pid for one in before.processes}
-    others = [f"{one.name or 'process'} {one.pid} holds {gib(one.used_bytes, 1)}" for one in card.processes]
-    new = [said for said, one in zip(others, card.processes, strict=True) if one.pid not in known] or others
     raise OutOfMemory(
         f"the model needs {gib(need, 1)}, but {card.name} has {gib(card.free_bytes, 1)} free, down from"
-        f" {gib(before.free_bytes, 1)} when the model was planned{': ' if new else ''}{', '.join(new[:3])}",
+        f" {gib(before.free_bytes, 1)} when the model was planned{_holders(card, before)}",
         "start again to plan for the free memory, or stop the programs that use the GPU",
+    )
+
+
+def _holders(card: GpuFacts, before: GpuFacts) -> str:
+    """Up to three processes that hold memory of the GPU, as the end of a sentence: new ones, or else all."""
+    others = [one for one in card.processes if one.pid != os.getpid()]
+    known = {one.pid for one in before.processes}
+    shown = [one for one in others if one.pid not in known] or others
+    words = [f"{one.name or 'process'} {one.pid} holds {gib(one.used_bytes, 1)}" for one in shown[:3]]
+    return f": {', '.join(words)}" if words else ""
+
+
+def out_of_memory(device: str, planned: MachineFacts) -> OutOfMemory:
+    """The error for memory that ran out while a model was loaded or woken, although the plan had room for it."""
+    if device == "cpu":
+        what = (
+            f"the machine ran out of memory while loading the model: {gib(machine().ram_available_bytes, 1)} are left"
+        )
+        return OutOfMemory(what, "stop other programs, or use a smaller --ctx")
+    before = planned.gpus[int(device.removeprefix("cuda:") or 0)]
+    card = next((card for card in machine().gpus if card.uuid == before.uuid), before)
+    return OutOfMemory(
+        f"{card.name} ran out of memory while loading the model{_holders(card, before)}",
+        "start again to plan for the free memory, stop the programs that use the GPU, or use a smaller --ctx",
     )
 
 

@@ -11,7 +11,7 @@ import threading
 import traceback
 
 from localllm.boot.ranks import RAN_OUT, RAN_OUT_HINT, identity_of, leave, meet, receive, send, versions
-from localllm.engine.failures import is_out_of_memory
+from localllm.engine.failures import device_lost, is_device_lost, is_out_of_memory
 from localllm.errors import ConfigError, DeviceError, LocalLLMError, OutOfMemory
 from localllm.models.parallel import Message
 
@@ -82,7 +82,9 @@ def _known(error: BaseException) -> LocalLLMError:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(RAN_OUT, RAN_OUT_HINT)
-    return DeviceError(f"{type(error).__name__}: {error}", "see the log")
+    if is_device_lost(error):
+        return device_lost(error)
+    return DeviceError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "see the log")
 
 
 def main(descriptor: int) -> None:

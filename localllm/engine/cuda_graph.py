@@ -26,6 +26,7 @@ from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 
 from .decode_inputs import DecodeInputs
+from .failures import is_device_lost
 from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 
@@ -157,10 +158,12 @@ class DecodeGraphs:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Context that records a failed capture in `failure` instead of raising."""
+        """Context that records a failed capture in `failure` instead of raising, unless the GPU is lost."""
         try:
             yield
         except Exception as error:
+            if is_device_lost(error):
+                raise
             known, self.failure = (
                 self.failure,
                 f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",

@@ -23,7 +23,7 @@ from localllm.errors import DeviceError, InternalError, InvalidRequest, LocalLLM
 from localllm.request import FinishReason, Request, embeds_only
 
 from .adapters import Adapter, Residents
-from .failures import device_lost, explained, forget_frames, is_device_lost
+from .failures import device_lost, explained, forget_frames, is_device_lost, is_out_of_memory
 from .kv_events import KVEvents
 from .kv_events import Listener as Listening
 from .kv_store import KVStore
@@ -115,6 +115,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._idle_jobs: deque[IdleJob] = deque()
         self._step_started = 0.0
+        self._is_idling = False  # running an idle job
         self._counter = 0
         self.store: KVStore | None = None
         self.pins = PinBoard(self._pages, self._ask)
@@ -150,6 +151,8 @@ class Engine:
                 raise LocalLLMError(f"request id {request.request_id!r} is in use", "choose another request id")
             stream = RequestStream(request, self.abort, listener)
             self._streams[request.request_id] = stream
+            if self._is_idling:
+                self._step_started = self._step_started or time.monotonic()  # a job that hangs is a step that hangs
             self._ask(lambda: self._accept(stream, adapter))
         return stream
 
@@ -229,7 +232,7 @@ class Engine:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the current step started; 0 between steps."""
+        """Seconds since the current step started, or since a request waits for an idle job to stop; 0 otherwise."""
         started = self._step_started
         return time.monotonic() - started if started else 0.0
 
@@ -281,6 +284,8 @@ class Engine:
         except BaseException as error:
             log.exception("the engine stopped")
             self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
+            if is_device_lost(self._dead) or is_out_of_memory(self._dead):
+                self._dead = explained(self._dead)
             forget_frames(error)
         self._end_all()
         with self._wake:
@@ -293,7 +298,7 @@ class Engine:
 
     def run_idle(self) -> None:
         """Run one idle job until it is finished or work comes in."""
-        job = self._idle_jobs.popleft()
+        job, self._is_idling = self._idle_jobs.popleft(), True
         try:
             if not job(self._has_work):
                 self._idle_jobs.appendleft(job)
@@ -301,6 +306,9 @@ class Engine:
             if is_device_lost(error):
                 raise device_lost(error) from error
             log.exception("an idle job failed")
+        finally:
+            with self._wake:
+                self._is_idling, self._step_started = False, 0.0
 
     @torch.inference_mode()
     def run_once(self) -> None:
@@ -331,7 +339,9 @@ class Engine:
     def _do_between_steps(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception:  # affects no request, like a failed idle job
+        except Exception as error:  # affects no request, like a failed idle job
+            if is_device_lost(error):
+                raise device_lost(error) from error
             log.exception("a job between steps failed")
             self.between_steps = None
 

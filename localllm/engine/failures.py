@@ -25,13 +25,14 @@ def is_device_lost(error: BaseException) -> bool:
         return True
     from localllm.kernels.verify.trial import is_device_lost as context_is_lost
 
-    lost = getattr(torch, "AcceleratorError", ())
-    return not is_out_of_memory(error) and (isinstance(error, lost) or context_is_lost(error))
+    return not is_out_of_memory(error) and context_is_lost(error)
 
 
-# lower-case words of a CUDA error -> cause
+# lower-case words of a CUDA error -> cause; the first that is found
 CAUSES = {
     "uncorrectable ecc": "its memory has an uncorrectable error",
+    "uncorrectable nvlink": "its NVLink has an uncorrectable error",
+    "illegal instruction": "a kernel ran an illegal instruction",
     "launch timed out": "the driver stopped a kernel that blocked the display for too long",
     "illegal": "a kernel accessed memory out of bounds",
     "misaligned": "a kernel accessed a misaligned address",
@@ -41,6 +42,7 @@ CAUSES = {
         "the driver lost the GPU or was reset",
     ),
     "busy or unavailable": "another process uses it exclusively",
+    "unspecified launch failure": "a kernel failed for a reason that the driver does not state",
 }
 
 

@@ -248,7 +248,12 @@ class Stepper:
                 sequence.prefill_time = sequence.prefill_time or now
             if sequence.request.only_reads and left == 0:
                 sequence.last_token_time = now
-                self._publisher.finish(sequence, FinishReason.STOP, pooled_event(sequence, self.runner.projected))
+                try:
+                    event = pooled_event(sequence, self.runner.projected)
+                except Exception as error:
+                    self._fail(sequence, error)
+                else:
+                    self._publisher.finish(sequence, FinishReason.STOP, event)
             elif left > 0 and sequence.num_output_tokens == 0:
                 progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
                 self._publisher.add(
@@ -264,7 +269,7 @@ class Stepper:
         drafts  the tokens that `drafter` proposed from this position on
         """
         if isinstance(result, Exception):
-            self._publisher.fail(sequence, explained(result))
+            self._fail(sequence, result)
             return
         token, logprob = result
         had = sequence.num_output_tokens
@@ -292,6 +297,12 @@ class Stepper:
             self._publisher.add(event)
         else:
             self._publisher.finish(sequence, sequence.finish_reason, event)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence with an error of its own. Raises DeviceError if the device is unusable."""
+        if is_device_lost(error):
+            raise device_lost(error) from error
+        self._publisher.fail(sequence, explained(error))
 
     def _accept_drafts(
         self, pending: PendingStep, sequence: Sequence, part: Scheduled, row: int, before: int, now: float

@@ -189,9 +189,12 @@ class LoadedModel(AdaptedModel):
         except Exception as error:
             if "torch" not in sys.modules:
                 raise
+            from localllm.boot.claim import out_of_memory
             from localllm.engine.failures import explained, is_device_lost, is_out_of_memory
 
-            if not is_device_lost(error) and not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                raise out_of_memory(self.plan.device, self.machine) from error
+            if not is_device_lost(error):
                 raise
             raise explained(error) from error
 
@@ -492,10 +495,11 @@ class LoadedModel(AdaptedModel):
         """Restore the model after `sleep`. Raises OutOfMemory when the memory is no longer free."""
         if self._engine is not None:
             return
-        if self._sleeping is not None:
-            self._sleeping.wake()
-            self._sleeping = None
-        self._start_engine()
+        with self._explained_errors():
+            if self._sleeping is not None:
+                self._sleeping.wake()
+                self._sleeping = None
+            self._start_engine()
 
     def close(self) -> None:
         """End all requests and free the weights. Safe to call twice."""

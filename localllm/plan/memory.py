@@ -191,7 +191,7 @@ class Memory:
     @cached_property
     def host_and_read(self) -> tuple[int, int]:
         """Like `weights_and_read` for host memory, assuming that all experts are used equally often."""
-        held = self._text_and_read[0]
+        held: float = self._text_and_read[0]
         if not self.machine.compiler:  # PyTorch multiplies in float32, or int4 in a layout of its own
             held = self.facts.num_params * (INT4_PACKED if self._is_int4 else 4)
         return self._on_host(held)

@@ -78,6 +78,12 @@ class ModelPool:
                 self._models, self._models_at = found, now
         return self._models
 
+    def restart_dead(self) -> None:
+        """Have dead engines restarted or given up: one that dies while it is idle has no request to report it."""
+        with self._changed:
+            if any(entry.has_died for entry in self._entries.values()):
+                self._changed.notify_all()
+
     def look_again(self) -> None:
         """Drop the cached list, because the models on this machine have changed."""
         self._models_at = -LIST_S
@@ -198,7 +204,7 @@ class ModelPool:
         llm = entry.llm
         if entry.state is not State.READY or llm is None or entry.commands or self._must_make_room(entry):
             return False
-        if llm.engine.is_dead and not entry.broken:
+        if entry.has_died:
             return False
         if not future.set_running_or_notify_cancel():
             return True
@@ -269,7 +275,7 @@ class ModelPool:
         now = time.monotonic()
         loaded = [entry for entry in self._entries.values() if entry.llm is not None]
         for entry in loaded:
-            if entry.state is State.READY and entry.llm.engine.is_dead and not entry.broken:  # type: ignore[union-attr]
+            if entry.has_died:
                 return partial(self._restart, entry)
         for entry in self._entries.values():
             if entry.commands and not entry.users and (entry.llm is not None or entry.state is State.ABSENT):

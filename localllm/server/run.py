@@ -27,7 +27,7 @@ from localllm.llm.llm import LLM
 from .app import create_app
 from .middleware import AppOptions, is_loopback
 from .pool import ModelPool
-from .service import Service, ServiceOptions
+from .service import STALL_S, Service, ServiceOptions
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
 
 
 def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
-    """Serve until SIGINT, SIGTERM or SIGHUP, then close `pool`; returns False if a model is still loading.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then close `pool`; returns False if a model is still loading or stuck.
 
     Raises ConfigError, ServerError, the error of a failed preload, or DeviceError if an engine died for good.
     """
@@ -178,7 +178,10 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
     except BaseException:
         pool.close(LOADING_S)
         raise
-    freed = pool.close(LOADING_S if pool.is_loading else None)
+    stuck = [name for name, llm in pool.awake() if llm.is_stalled(STALL_S)]
+    if stuck:  # its thread may never return from the driver
+        log.error("leaving although the engine of %s is stuck in a step", " and ".join(stuck))
+    freed = pool.close(LOADING_S if pool.is_loading or stuck else None)
     for number in SIGNALS:  # the work is done, and a late signal would only print a traceback
         signal.signal(number, signal.SIG_IGN)
     return freed
@@ -329,6 +332,7 @@ async def _watch(service: Service, server: Any, hooks: Hooks) -> None:
     """Call the command's tick, and stop the server when an engine is dead for good."""
     while True:
         hooks.tick()
+        service.pool.restart_dead()
         if service.pool.broken and not server.should_exit:
             log.error("%s; shutting down", service.pool.broken)
             server.should_exit = True

@@ -149,6 +149,11 @@ class PoolEntry:
         return self.model.name
 
     @property
+    def has_died(self) -> bool:
+        """Whether its engine is dead and has been neither restarted nor given up."""
+        return self.state is State.READY and self.llm is not None and self.llm.engine.is_dead and not self.broken
+
+    @property
     def expiry(self) -> float | None:
         """When the model is unloaded if it stays idle, on the monotonic clock; None if it stays loaded."""
         if self.pinned or self.ttl_s is None or self.users or self.llm is None:

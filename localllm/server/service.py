@@ -160,7 +160,8 @@ class Service:
                     503, f"The engine of {row.name} is stuck in a step.", "unavailable_error", "engine_stalled"
                 )
             if row.llm.is_dead:
-                raise ApiError(503, f"The engine of {row.name} is being restarted.", "server_error", "engine_dead")
+                self.pool.restart_dead()
+                raise ApiError(503, f"The engine of {row.name} has stopped.", "server_error", "engine_dead")
 
     def check_room(self) -> None:
         """Raise ApiError 503 or 429 before a request is read, if that is already certain, as it is for most of them."""

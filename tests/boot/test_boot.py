@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import WarmAgain
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, DeviceError, OutOfMemory
 from localllm.interface import Facts
 from localllm.kernels import Impl, reference, table
 from localllm.kernels.cpu.build import library
@@ -133,7 +134,7 @@ def idle_engine(when_idle: Callable[[Any], object]) -> Any:
         fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})
     )
     parts = {"runner": runner, "scheduler": scheduler, "stepper": stepper, "pressure": SimpleNamespace(note="")}
-    return SimpleNamespace(when_idle=when_idle, step_age_s=0.0, **parts)
+    return SimpleNamespace(when_idle=when_idle, step_age_s=0.0, is_dead=False, failure="", **parts)
 
 
 def test_memory_that_others_took_meanwhile_costs_no_later_plan(
@@ -343,6 +344,28 @@ def test_what_a_model_slept_in_is_given_back_when_it_wakes(monkeypatch: pytest.M
     assert weight.tolist() == [0, 1, 2, 3, 4] and released == [0]
 
 
+def test_a_model_that_finds_no_memory_to_wake_in_sleeps_on(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_path, ctx=256) as llm:
+        weights = [weight for weight in sleep.tensors_of(llm._model) if weight.untyped_storage().nbytes()]
+        llm.sleep()
+        llm._sleeping = sleep.put_to_sleep(weights[:3])
+        copied = torch.UntypedStorage.copy_
+        calls = []
+
+        def fails(storage: torch.UntypedStorage, *rest: Any, **named: Any) -> torch.UntypedStorage:
+            calls.append(storage)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total")
+            return copied(storage, *rest, **named)
+
+        monkeypatch.setattr(torch.UntypedStorage, "copy_", fails)
+        with pytest.raises(OutOfMemory, match="^the machine ran out of memory while loading the model: .* are left$"):
+            llm.wake()
+        assert not llm.is_awake and [one.untyped_storage().nbytes() for one in weights[:3]] == [0, 0, 0]
+        llm.wake()
+        assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2)).usage.completion_tokens == 2
+
+
 def test_kernels_in_words() -> None:
     classes = ("qkv", "o", "gate_up", "down", "lm_head")
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
@@ -426,6 +449,23 @@ def test_a_tile_that_computes_something_else_is_never_used() -> None:
     assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: relative error" in tuned.failed[0]
 
 
+def test_nothing_is_judged_by_a_tile_that_nobody_verified() -> None:
+    """The first, which is in use, finds no memory: what the second computes may be wrong."""
+
+    def failing(tile: tuning.Tile) -> Callable[[], object]:
+        def call() -> torch.Tensor:
+            if tile["rows"] == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return torch.ones(4) * tile["rows"]
+
+        return call
+
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES, failing)
+    (tuned,) = tuner.tune(lambda call: 9e-6 * bool(call() is not None))
+    assert dict(tuned.tile) == TILES[0] == tuner.picked(SHAPE) and "out of memory" in tuned.failed[0]
+
+
 def test_times_of_a_card_that_slowed_down_meanwhile_decide_nothing(tmp_path: Path) -> None:
     """The first candidate, timed again at the end, shows a power limit: 8 only looked slower."""
     from localllm.kernels.verify.records import Records
@@ -477,6 +517,22 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
     assert jobs.get(timeout=10)(lambda: False) is True
     assert [one.shape for one in told] == [SHAPE] and [one.shape for one in boot.tuned] == [SHAPE]
     assert isinstance(jobs.get(timeout=10), WarmAgain) and jobs.empty(), "other kernels of the new tile are compiled"
+
+    def lost(call: Callable[[], object]) -> float:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    monkeypatch.setattr("localllm.boot.boot.gpu_seconds", lost)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    tuner.pick(tuning.Shape("vector", (1,)), TILES, trial)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(boot.tune, 1.0, told.append)
+        with pytest.raises(RuntimeError):
+            jobs.get(timeout=10)(lambda: False)
+        with pytest.raises(DeviceError, match="the GPU failed: .* \\(CUDA error: unspecified launch failure\\)"):
+            asked.result(10)
+    boot.engine.is_dead, boot.engine.failure = True, "the GPU failed"
+    with pytest.raises(DeviceError, match="the engine stopped: the GPU failed"):
+        boot.tune(1.0, told.append)
 
 
 def test_an_interrupted_shape_keeps_no_random_weights() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.boot.claim import check_card, check_room, confined, runs_code_of, spread_memory
+from localllm.boot.claim import check_card, check_room, confined, out_of_memory, runs_code_of, spread_memory
 from localllm.device import GpuProcess
 from localllm.device.fake import MACHINES
 from localllm.errors import DeviceError, OutOfMemory
@@ -95,6 +95,9 @@ def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> N
         check_room(made, planned, replace(machine, gpus=(taken,)))
     with pytest.raises(DeviceError, match="the driver no longer lists it"):
         check_room(made, planned, replace(machine, gpus=()))
+    monkeypatch.setattr("localllm.boot.claim.machine", lambda: replace(machine, gpus=(taken,)))
+    said = out_of_memory("cuda:0", planned).message
+    assert said == f"{CARD.name} ran out of memory while loading the model: blender 99 holds 16.0 GiB"
 
 
 def plan(cpus: tuple[int, ...], nodes: tuple[int, ...] = ()) -> Any:

@@ -1,14 +1,17 @@
 """What fails beside a step ends no other request, and a step that is computed again changes no answer."""
 
 import gc
+import threading
+import time
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from localllm.engine import runner
+from localllm.engine import runner, stepper
 from localllm.engine.adapters import Residents
+from localllm.engine.cuda_graph import DecodeGraphs, Shape
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
@@ -16,7 +19,7 @@ from localllm.engine.page_files import PageFiles
 from localllm.engine.scheduler import Scheduled, SchedulerLimits
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
-from localllm.errors import ConstraintUnmet
+from localllm.errors import ConstraintUnmet, DeviceError, OutOfMemory
 from localllm.request import FinishReason, Request, SamplingParams
 
 from . import test_engine as integers
@@ -106,6 +109,73 @@ def ends_well(engine, asked, fail):
     alive = not engine.is_dead
     engine.close()
     return alive and last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_reading_whose_result_cannot_be_computed_ends_alone(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(stepper, "pooled_event", fails)
+    reads, speaks = run(make(), request([4, 5, 6], score=True), request([1, 2, 3]))
+    assert isinstance(reads.seen[-1].error, OutOfMemory)
+    assert ids_of(speaks) == integers.alone([1, 2, 3])
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nmore"
+
+
+@pytest.mark.parametrize("where", ["row", "result", "between", "capture"])
+def test_a_gpu_that_is_lost_in_work_for_one_request_ends_the_engine(where, monkeypatch):
+    """Nothing later can be right, whatever the request that met it."""
+
+    def lost(*_):
+        raise RuntimeError(ILLEGAL)
+
+    engine, asked = make(), request([1, 2, 3], temperature=1.0)
+    if where == "row":
+        monkeypatch.setattr("localllm.engine.sampler.sample_row", lost)
+    elif where == "result":
+        monkeypatch.setattr(stepper, "pooled_event", lost)
+        asked = request([1, 2, 3], score=True)
+    elif where == "between":
+        engine.between_steps = lost
+    else:
+        graphs = DecodeGraphs(lambda batch: (), DecodeInputs(4, 64, 16, [9], "cpu"), (Shape(1),), lost)
+        engine.between_steps = graphs.capture
+    stream = engine.submit(asked)
+    engine.start()
+    engine.join(10)
+    assert engine.failure == f"the GPU failed: a kernel accessed memory out of bounds ({ILLEGAL.splitlines()[0]})"
+    ends = [event for event in integers.collected(stream) if event.finish_reason is not None]
+    assert len(ends) == 1 and isinstance(ends[0].error, DeviceError)
+
+
+def test_a_graph_that_cannot_record_a_call_is_given_up(caplog):
+    def refuses(_):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(lambda batch: (), DecodeInputs(4, 64, 16, [9], "cpu"), (Shape(1),), refuses)
+    assert graphs.capture() == () and "not permitted when stream is capturing" in graphs.note
+
+
+def test_a_job_that_hangs_while_a_request_waits_is_a_step_that_hangs():
+    engine, begun, gate = make(), threading.Event(), threading.Event()
+    engine.start()
+    integers.collected(engine.submit(request([1, 2, 3])))
+
+    def hangs(must_stop):
+        begun.set()
+        return gate.wait(30)
+
+    engine.when_idle(hangs)
+    assert begun.wait(20) and engine.step_age_s == 0
+    stream = engine.submit(request([1, 2, 3]))
+    time.sleep(0.01)
+    assert engine.step_age_s > 0
+    gate.set()
+    assert ids_of(stream) == integers.alone([1, 2, 3])
+    engine.close()
+    assert engine.step_age_s == 0
 
 
 def test_a_listener_that_fails_at_once():

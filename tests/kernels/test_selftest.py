@@ -200,6 +200,18 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     assert "left the device unusable" in test.failures[0].reason
 
 
+@pytest.mark.parametrize(
+    "said", ["CUDA error: uncorrectable ECC error encountered", "Triton Error [CUDA]: unknown error"]
+)
+def test_a_gpu_that_fails_is_no_fault_of_a_kernel(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "rope", failing(RuntimeError(said)))
+    with pytest.raises(RuntimeError, match=said.split(": ")[1]):
+        SelfTest(Records("selftest", {}, tmp_path)).table(SHAPES)
+    plant(monkeypatch, "rope", reference.rope)
+    again = SelfTest(Records("selftest", {}, tmp_path))
+    assert dict(again.table(SHAPES).ops)["rope"] == "planted" and again.failures == []
+
+
 def test_numbers_that_overflow_in_the_reference_are_not_held_against_a_kernel(tmp_path: Path) -> None:
     """For the file with them it is disabled; for sound ones of the same shape it is tried again."""
     weight, facts = weight_of(50, 96), LinearFacts("int4g", (50, 96), group_size=32)
@@ -266,10 +278,14 @@ def test_memory_that_runs_out_is_no_fault_of_a_kernel(
         ("Triton Error [CUDA]: device kernel image is invalid", False),  # of a newer ptxas than the driver
         ("Triton Error [CUDA]: out of resources: shared memory", False),
         ("CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("CUDA error: operation not permitted when stream is capturing", False),
+        ("CUDA error: operation failed due to a previous error during capture", False),
+        ("Triton Error [CUDA]: operation not supported on global/shared address space", True),
     ],
 )
 def test_a_card_that_is_lost_is_told_from_a_launch_that_was_refused(said: str, lost: bool) -> None:
     assert is_device_lost(RuntimeError(said)) is lost
+    assert is_device_lost(torch.AcceleratorError(said)) is lost
 
 
 @pytest.mark.parametrize(("name", "group"), [("triton_fp8_w8a8", 4096), ("triton_nvfp4_w4a4", 16)])

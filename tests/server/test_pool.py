@@ -362,6 +362,17 @@ def test_an_engine_that_lost_its_card_is_given_up_with_the_cause(make):
     assert pool.broken == "the engine of a stopped: the GPU failed; the GPU has fallen off the bus"
 
 
+def test_an_engine_that_dies_while_idle_is_given_up_too(make):
+    pool = make(World())
+    held = lease(pool, "a")
+    held.release()
+    held.llm.plan.device, held.llm.why_dead = "cuda:0", "the GPU failed"
+    held.llm.engine.is_dead = True
+    pool.restart_dead()
+    eventually(lambda: pool.broken)
+    assert pool.broken == "the engine of a stopped: the GPU failed"
+
+
 def test_an_abandoned_wait_holds_nothing(make):
     world = World()
     world.gate.clear()

@@ -286,6 +286,28 @@ def test_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
         own_llm.engine.stepper.fault = None
 
 
+def test_a_gpu_that_fails_while_nothing_runs_is_told_by_health(own, own_llm, monkeypatch):
+    def lost(must_stop):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nSearch for `cudaErrorECCUncorrectable'")
+
+    assert httpx.post(own.url + CHAT, json=ask(), timeout=20).status_code == 200
+    monkeypatch.setattr(own_llm, "plan", replace(own_llm.plan, device="cuda:0"))
+    monkeypatch.setattr("localllm.llm.loaded_model.LoadedModel.why_dead", "the GPU failed: its memory has an error")
+    own_llm.engine.when_idle(lost)
+    deadline, said = time.monotonic() + 20, ""
+    while "restart the server" not in said:
+        assert time.monotonic() < deadline, said
+        health = httpx.get(own.url + "/health")
+        said = health.json()["error"]["message"] if health.status_code == 503 else ""
+        time.sleep(0.05)
+    assert said.endswith("stopped: the GPU failed: its memory has an error; restart the server.")
+    assert health.json()["error"]["code"] == "engine_dead"
+    assert own_llm.engine.failure.startswith("the GPU failed: its memory") and "\n" not in own_llm.engine.failure
+    monkeypatch.undo()
+    own_llm.sleep()
+    own_llm.wake()
+
+
 def test_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
     """What ran gets an error, health says so, and the next success is less than five seconds away."""
     engine = own_llm.engine
