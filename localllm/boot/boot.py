@@ -23,7 +23,6 @@ from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, WarmAgain, profile_gpu, warm_up
 from localllm.device import MachineFacts
 from localllm.engine.adapters import Residents
-from localllm.engine.cuda_graph import Shape
 from localllm.engine.engine import Engine
 from localllm.engine.failures import explained
 from localllm.errors import DeviceError, OutOfMemory
@@ -106,7 +105,6 @@ class Boot:
         self.is_tuning = False  # the engine's thread is tuning right now, while idle
         self._tuning_left_s = BUDGET_S
         self._compile_ahead = compiler(plan.device)
-        self._stale: tuple[Shape, ...] = ()  # graphs captured with old tiles
         self._warming: WarmAgain | None = None
         self._engine: Engine | None = None
         self._alive.add(self)
@@ -297,8 +295,7 @@ class Boot:
 
     def _capture_when_idle(self, must_stop: Callable[[], bool]) -> bool:
         """Idle job that recaptures stale graphs; no request can run during a capture."""
-        self._stale = self.engine.runner.capture(self._stale, must_stop)
-        return not self._stale
+        return self.engine.runner.capture(must_stop)
 
     def stop_tuning(self) -> None:
         """Stop tuning while idle, because `tune` follows or the caller wants quiet."""
@@ -318,7 +315,7 @@ class Boot:
             try:
                 found.extend(self._time_tiles(budget_s, lambda: stopped.is_set() or must_stop(), on_progress))
                 self._on_tuned(found)
-                self._stale = self.engine.runner.capture(self._stale) if self._stale else ()
+                self.engine.runner.capture()
             except Exception as error:
                 ended.set_exception(explained(error))
                 raise
@@ -353,9 +350,10 @@ class Boot:
             runner, pages = self.engine.runner, self.engine.scheduler.pages
             self._warming = WarmAgain(runner, pages, self.plan, self._facts, recorder(self.plan))
             self.engine.when_idle(self._warming)
-        graphs = self.engine.runner.graphs
-        waits, self._stale = bool(self._stale), () if graphs is None else graphs.shapes
-        return bool(self._stale) and not waits
+        runner, waits = self.engine.runner, not self.engine.runner.is_captured
+        if runner.graphs is not None:
+            runner.graphs.renew()
+        return not runner.is_captured and not waits
 
     # --- words -------------------------------------------------------------------------------------------------------
 

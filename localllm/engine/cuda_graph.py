@@ -120,6 +120,7 @@ class DecodeGraphs:
         self.capture_run = capture
         self._keeps_states = keeps_states
         self.buckets: tuple[Bucket, ...] = ()  # captured graphs, ascending
+        self.left = shapes  # shapes to capture
         self.failure = ""  # why a capture failed; its steps use a larger graph or run eagerly
 
     @classmethod
@@ -184,22 +185,21 @@ class DecodeGraphs:
             return f"CUDA graphs failed ({self.failure}){rest}"
         return f"graphs {','.join(map(str, self.captured))}"
 
+    def renew(self) -> None:
+        """Have every shape captured again; until then the old graphs are used."""
+        self.left = self.shapes
+
     @torch.inference_mode()
-    def capture(
-        self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
-    ) -> tuple[Shape, ...]:
-        """Capture graphs, largest first, so that smaller ones fit into its memory. Failures are recorded.
+    def capture(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Capture what is left, largest first, so that smaller ones fit into its memory. Failures are recorded.
 
-        left   shapes to capture; None for all
-        stop   checked before each capture; remaining shapes keep their old graphs
-
-        Returns the remaining shapes.
+        stop   checked before each capture
         """
-        waiting = sorted(self.shapes if left is None else left, reverse=True)
-        if len(waiting) == len(self.shapes):
+        if len(self.left) == len(self.shapes):
             self.failure = ""
-        while waiting and not stop():
-            shape = waiting.pop(0)
+        while self.left and not stop():
+            shape = max(self.left)
+            self.left = tuple(one for one in self.left if one != shape)
             self.buckets = tuple(bucket for bucket in self.buckets if bucket.shape != shape)  # free its memory first
             self.inputs.load((), rows=shape.rows)
             batch = self.inputs.batch(*shape)
@@ -207,7 +207,6 @@ class DecodeGraphs:
                 outputs, replay = self.capture_run(partial(self._compute, batch))
                 kept = (*self.buckets, Bucket(shape, outputs, replay))
                 self.buckets = tuple(sorted(kept, key=lambda bucket: bucket.shape))
-        return tuple(waiting)
 
     def bucket(self, parts: Many[Scheduled]) -> Bucket | None:
         """The smallest graph that can run a step of decoding sequences without adapters; None if there is none.

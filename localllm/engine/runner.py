@@ -139,26 +139,30 @@ class Runner:
         self._listener = listener
         self.model.taps = None if listener is None else listener.taps
 
-    def capture(
-        self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
-    ) -> tuple[Shape, ...]:
+    @property
+    def is_captured(self) -> bool:
+        """False while any graph is left to capture."""
+        return self.graphs is None or not any(graphs.left for graphs in (self.graphs, *self.beside.values()))
+
+    def capture(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Capture decode steps (`DecodeGraphs.capture`), sampling from their logits, and finally the drafters' graphs.
 
-        Returns the shapes left to capture. `graphs.failure` describes what could not be captured.
+        Returns `is_captured`. `graphs.failure` describes what could not be captured.
         """
         if self.graphs is None:
-            return ()
-        for graphs in self.beside.values():
+            return True
+        for graphs in self.beside.values() if self.graphs.left else ():
             # a replay of an old drafter graph could overwrite the logits of a newly captured graph before sampling
             graphs.buckets = ()
-        left = self.graphs.capture(left, stop)
+            graphs.renew()
+        self.graphs.capture(stop)
         if self.sampler is not None:
             with self.graphs.noting("sampling"):
                 self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
-        for what, graphs in () if left else self.beside.items():
-            graphs.capture(stop=stop)
+        for what, graphs in () if self.graphs.left else self.beside.items():
+            graphs.capture(stop)
             self.graphs.failure = self.graphs.failure or (graphs.failure and f"{what}, {graphs.failure}")
-        return left
+        return self.is_captured
 
     def release(self) -> None:
         """Drop all graphs, with the memory they hold. The engine has ended."""

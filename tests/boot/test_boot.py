@@ -128,7 +128,7 @@ def test_real_models_keep_their_kernels(path: str, request: pytest.FixtureReques
 
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
-    runner = SimpleNamespace(graphs=None, capture=lambda *_: (), release=lambda: None)
+    runner = SimpleNamespace(graphs=None, is_captured=True, capture=lambda *_: True, release=lambda: None)
     scheduler = SimpleNamespace(pages=None)
     stepper = SimpleNamespace(
         fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})

@@ -84,7 +84,7 @@ def test_two_cards_of_one_class_that_torch_numbers_otherwise(monkeypatch: pytest
         check_card("cuda:0", cards[1])
 
 
-def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> None:
+def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, gib = MACHINES["rtx5090"], 1 << 30
     card = replace(CARD, free_bytes=20 * gib, processes=(GpuProcess(7, gib, "xorg"),))
     planned = replace(machine, gpus=(card,))

@@ -418,17 +418,26 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
 def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Callable[[str], Model]) -> None:
     engine = engine_of(loaded("qwen3"), (1, 2, 4), True)
     graphs = engine.runner.graphs
-    guessing = SimpleNamespace(buckets=graphs.buckets, failure="", capture=lambda stop: None)
-    engine.runner.beside["the MTP head"] = guessing  # type: ignore[assignment]
+    guessing = DecodeGraphs(graphs._compute, graphs.inputs, (Shape(1), Shape(2)), rerun)
+    engine.runner.beside["the MTP head"] = guessing
+    guessing.capture()
+    assert engine.runner.is_captured
     before = {bucket.shape: bucket for bucket in graphs.buckets}
+    graphs.renew()
     questions = iter([False, True])
-    left = engine.runner.capture(None, lambda: next(questions))
-    assert left == (Shape(2), Shape(1)) and graphs.captured == (1, 2, 4)
+    assert not engine.runner.capture(lambda: next(questions))
+    assert graphs.left == (Shape(1), Shape(2)) and graphs.captured == (1, 2, 4)
     assert [before[bucket.shape] is bucket for bucket in graphs.buckets] == [True, True, False]
     assert not guessing.buckets, "a replay of one would write where the new graph may leave its logits"
     assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
-    assert engine.runner.capture(left) == () and graphs.captured == (1, 2, 4)
-    assert not any(before[bucket.shape] is bucket for bucket in graphs.buckets)
+    questions = iter([False, False, True, True])
+    assert not engine.runner.capture(lambda: next(questions)) and graphs.captured == (1, 2, 4)
+    renewed = graphs.buckets
+    assert not graphs.left and not any(before[bucket.shape] is bucket for bucket in renewed)
+    questions = iter([False, True])
+    assert not engine.runner.capture(lambda: next(questions)) and guessing.captured == (2,)
+    assert engine.runner.capture() and guessing.captured == (1, 2)
+    assert graphs.buckets is renewed, "what is captured stays, whatever interrupted the drafter's"
 
 
 @pytest.mark.gpu
