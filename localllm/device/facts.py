@@ -127,7 +127,7 @@ class MachineFacts:
     swap_free_bytes: int = 0
     gpus: tuple[GpuFacts, ...] = ()
     gpu_links: tuple[GpuLink, ...] = ()  # one per pair of GPUs
-    gpu_error: str = ""  # why the installed driver does not work
+    gpu_error: str = ""  # why the installed driver does not work, or which GPUs have failed besides `gpus`
     foreign_gpus: tuple[str, ...] = ()  # AMD and Intel GPUs, each with the reason why it is not used
     driver: str = ""  # 575.51.03; "" without an NVIDIA driver
     driver_cuda: str = ""  # newest CUDA version that the driver supports: 12.9
@@ -171,6 +171,7 @@ class HostFacts:
     kernel_arguments: tuple[str, ...] = ()  # kernel command line arguments about PCIe and IOMMU
     iommu: bool = False  # DMA goes through an IOMMU
     on_battery: bool = False
+    gpu_trouble: str = ""  # memory errors or failures of the visible GPUs, as the driver reports them
     wsl_release: str = ""  # the WSL kernel's release, inside WSL
     wsl_mirrored: bool = False  # WSL's mirrored networking
     disk: DiskFacts = DiskFacts()  # where models are kept

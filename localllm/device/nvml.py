@@ -23,6 +23,8 @@ from .procfs import read
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 NONE = "the driver is installed, but finds no GPU"
 DEADLINE_S = 5.0
+NO_PERMISSION, LOST, RESET_REQUIRED = 4, 15, 16  # NVML return codes
+GONE = (LOST, RESET_REQUIRED)
 MEMORY_CLOCK = 2
 CELSIUS_OF_GPU = 0
 MAX_PROCESSES = 64
@@ -119,18 +121,24 @@ def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
     try:
         cuda = nvml.ask("nvmlSystemGetCudaDriverVersion_v2") or 0
         count = nvml.ask("nvmlDeviceGetCount_v2") or 0
-        handles = {index: handle for index in range(min(count, 64)) if (handle := nvml.handle(index))}
+        asked = {index: nvml.card(index) for index in range(min(count, 64))}
+        handles = {index: handle for index, (code, handle) in asked.items() if not code}
         cards = [_gpu(nvml, index, handle, ram_available, root) for index, handle in handles.items()]
         cut = [
             list(_instances(nvml, handle, card)) if card.mig else [card]
             for handle, card in zip(handles.values(), cards, strict=True)
         ]
-        empty = [card.name for card, parts in zip(cards, cut, strict=True) if not parts]
+        # the driver also counts GPUs that a container may not use
+        failed = {i: code for i, (code, _) in asked.items() if code and not (handles and code == NO_PERMISSION)}
+        errors = [nvml.failure(code, index) for index, code in failed.items()]
+        if not any(cut):
+            empty = [card.name for card, parts in zip(cards, cut, strict=True) if not parts][:1]
+            errors = errors + [f"{name} is in MIG mode but has no instances" for name in empty] or [NONE]
         return Answer(
             gpus=tuple(one for parts in cut for one in parts),
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
-            gpu_error="" if any(cut) else f"{empty[0]} is in MIG mode but has no instances" if empty else NONE,
+            gpu_error="; ".join(errors),
             gpu_links=() if any(card.mig for card in cards) else _links(nvml, handles),
         )
     finally:
@@ -254,9 +262,14 @@ class Nvml:
         return (self.ask(name, *handle, kind=c_char * 96, then=(c_uint(96),)) or b"").decode(errors="replace")
 
     def card(self, index: int) -> tuple[int, c_void_p]:
-        """(return code, handle of the GPU with this index)"""
+        """(return code, handle of the GPU with this index)
+
+        While NVML stays open, as for a `PowerMeter`, it still returns the handle of a GPU that is lost meanwhile.
+        """
         found = c_void_p()
-        return self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(found)), found
+        code = self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(found))
+        state = code or self.call("nvmlDeviceGetMemoryInfo", found, byref(_Memory()))
+        return code or (state if state in GONE else 0), found
 
     def handle(self, index: int) -> c_void_p | None:
         """Handle of the GPU with this index; None if it is lost."""
@@ -271,6 +284,14 @@ class Nvml:
         function.restype = c_char_p
         words = function(code)
         return f"{words.decode(errors='replace')} (code {code})" if words else f"code {code}"
+
+    def failure(self, code: int, index: int) -> str:
+        """Why the GPU with this index cannot be used, as a clause."""
+        if code == LOST:
+            return f"GPU {index} has fallen off the bus: `dmesg | grep Xid` shows the cause (79: power, heat, the slot)"
+        if code == RESET_REQUIRED:
+            return f"GPU {index} needs a reset: run `nvidia-smi --gpu-reset -i {index}`, or restart the machine"
+        return f"GPU {index} cannot be used: {self.reason(code)}"
 
 
 class PowerMeter:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from localllm.device import MachineFacts, machine
+from localllm.device import GpuFacts, MachineFacts, machine
 from localllm.device.host import HostFacts
 from localllm.interface import Check
 
@@ -50,17 +51,17 @@ class Survey:
 
     def _read(self) -> None:
         try:
-            capability = max((gpu.capability for gpu in self.machine.gpus), default=0)
-            self._host.set_result(read_host(capability, self.settings, self._offline))
+            self._host.set_result(read_host(self.machine.gpus, self.settings, self._offline))
         except BaseException as error:  # re-raised by `host`
             self._host.set_exception(error)
 
 
-def read_host(capability: int, settings: Path | None = None, offline: bool = False) -> HostFacts:
-    """Read the host facts of this process, including the hub's reachability and the server port."""
+def read_host(gpus: Sequence[GpuFacts], settings: Path | None = None, offline: bool = False) -> HostFacts:
+    """Read the host facts of this process, including the hub's reachability, the server port and failed GPUs."""
     from localllm import hub
     from localllm.config import load_config
     from localllm.device.host import host
+    from localllm.device.trouble import trouble
     from localllm.errors import ConfigError
     from localllm.hub.cache import hub_dir
 
@@ -73,7 +74,9 @@ def read_host(capability: int, settings: Path | None = None, offline: bool = Fal
         address = "" if offline else proxy() or hub.endpoint()
     except ConfigError:  # reported by `hf.endpoint`
         address = ""
-    return host(hub_dir(), address, port, capability=capability)
+    capability = max((gpu.capability for gpu in gpus), default=0)
+    facts = host(hub_dir(), address, port, capability=capability)
+    return replace(facts, gpu_trouble=trouble(*(gpu.index for gpu in gpus)) if gpus else "")
 
 
 def proxy() -> str:

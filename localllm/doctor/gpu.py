@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from localllm.device import GpuFacts, MachineFacts
@@ -19,7 +20,7 @@ HOT_C = 85
 
 
 def _no_gpu(survey: Survey) -> str:
-    return "" if survey.machine.gpus else NO_GPU
+    return "" if survey.machine.gpus else "no GPU is visible" if survey.machine.driver else NO_GPU
 
 
 @CHECKS.add("gpu.present")
@@ -27,31 +28,39 @@ def gpu_present(survey: Survey) -> Check:
     """GPUs visible to this process."""
     machine = survey.machine
     if machine.gpu_error:
-        title = f"the NVIDIA driver is installed but does not work: {machine.gpu_error}"
-        detail, fix = _cure(machine)
-        return fail(title, detail, fix, error=machine.gpu_error)
+        broken = () if machine.driver else ("the NVIDIA driver is installed but does not work",)
+        title = ": ".join((*broken, "; ".join((*map(_describe, machine.gpus), machine.gpu_error))))
+        status: Status = "warn" if machine.gpus else "fail"
+        return found(status, title, *_cure(machine.gpu_error, machine), error=machine.gpu_error)
     if not machine.gpus and machine.driver:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return warn(f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU", fix="unset CUDA_VISIBLE_DEVICES")
     if not machine.gpus:
         return skip("; ".join((*machine.foreign_gpus, "running on the CPU")) if machine.foreign_gpus else NO_GPU)
-    title = "; ".join(_describe(gpu) for gpu in machine.gpus)
+    title = "; ".join(map(_describe, machine.gpus))
     detail = ""
     if len(machine.gpus) > 1:
         detail = "a model runs on the GPU with the most free memory; --device cuda:N selects another"
     return ok(title, detail, gpus=[gpu.name for gpu in machine.gpus])
 
 
-def _cure(machine: MachineFacts) -> tuple[str, str]:
-    """What may help against `gpu_error`, and the command."""
-    if "MIG" in machine.gpu_error:
+def _cure(error: str, machine: MachineFacts) -> tuple[str, str]:
+    """What may help against `gpu_error` or `gpu_trouble`, and the command."""
+    if "MIG" in error:
         return "create instances, for example of the largest profile", "sudo nvidia-smi mig -cgi 0 -C"
     if machine.wsl:
         return "update the NVIDIA driver of Windows and WSL, then restart WSL", "wsl.exe --update && wsl.exe --shutdown"
-    if "container" in machine.gpu_error:
+    if "container" in error:
         return "a container gets the driver's libraries with this option", "docker run --gpus all ..."
-    if "finds no GPU" in machine.gpu_error:
+    if "finds no GPU" in error:
         return "check power, slot and BIOS; after a driver update, restart the machine", "lspci -d 10de:"
+    if "(code 4)" in error:  # no permission
+        return "the user needs read and write permission; a container gets it with --gpus all", "ls -l /dev/nvidia*"
+    if damaged := re.search(r"GPU (\d+) (needs a reset|has \d)", error):
+        detail = "stop the programs that use it first; if it happens again, the GPU may be defective"
+        return detail, f"sudo nvidia-smi --gpu-reset -i {damaged[1]}"
+    if "GPU" in error:
+        return "restart the machine; if it happens again, check power, heat and the slot", "sudo dmesg | grep Xid"
     detail = "the fix often helps after a suspend; after a driver update, restart the machine"
     return detail, "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
 
@@ -229,8 +238,10 @@ def gpu_p2p(survey: Survey) -> Check:
 
 @CHECKS.add("gpu.ecc", _no_gpu)
 def gpu_ecc(survey: Survey) -> Check:
-    """ECC memory, on GPUs that support it."""
+    """ECC memory, on GPUs that support it: has it had uncorrectable errors, or has a GPU failed since?"""
     states = [gpu.ecc for gpu in survey.machine.gpus if gpu.ecc is not None]
+    if said := survey.host.gpu_trouble:
+        return fail(said, *_cure(said, survey.machine), error=said)
     if not states:
         return skip("not supported by these GPUs")
     return ok("on" if all(states) else "off", ecc=all(states))

@@ -250,8 +250,8 @@ class LoadedModel(AdaptedModel):
             now = machine()  # before this process holds memory of the GPU, which the plan counts as its own
             claim_card(self.plan.device, self.machine)
             check_room(self.plan, self.machine, now)
-            if said := trouble(self._card.index):
-                self._model_warnings += (f"{self._card.name}: {said}",)
+            if said := trouble(*(card.index for card in self._cards)):
+                self._model_warnings += (said,)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
@@ -360,15 +360,16 @@ class LoadedModel(AdaptedModel):
 
     @property
     def run_summary(self) -> str:
-        """The run summary, in one line."""
+        """The run summary, in one line; it begins with why the engine stopped, if it has."""
         from localllm.boot.boot import kernel_words
         from localllm.plan.quality import rounding_words
 
         kernels, noted, plan = kernel_words(self._model.kernels), self.boot.facts_line, self.plan
         activations = rounding_words(self.path, plan.device, plan.dtype, self.boot.rounded)
         exact = "" if plan.deterministic else " · not batch-invariant"
+        stopped = f"stopped: {self.engine.failure} · " if self.is_dead else ""
         return (
-            f"{Path(self.name).name} · {self.weight_format} · {plan.computed_by} · {activations}"
+            f"{stopped}{Path(self.name).name} · {self.weight_format} · {plan.computed_by} · {activations}"
             f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}{self._adapted}"
         )
 
@@ -439,12 +440,19 @@ class LoadedModel(AdaptedModel):
         return self.machine.gpus[int(self.plan.device.removeprefix("cuda:") or 0)]
 
     @property
+    def _cards(self) -> list[GpuFacts]:
+        """The GPUs of all ranks."""
+        devices = [rank.device for rank in self.plan.ranks] or [self.plan.device]
+        return [self.machine.gpus[int(device.removeprefix("cuda:") or 0)] for device in devices]
+
+    @property
     def why_dead(self) -> str:
-        """Why the engine stopped, and any problem the driver reports for its GPU."""
+        """Why the engine stopped, and any problem the driver reports for its GPUs."""
         from localllm.device.trouble import trouble
 
         said = "" if self._engine is None else self._engine.failure
-        return "; ".join(filter(None, (said, "" if self.plan.device == "cpu" else trouble(self._card.index))))
+        cards = [] if self.plan.device == "cpu" else self._cards
+        return "; ".join(filter(None, (said, trouble(*(card.index for card in cards)) if cards else "")))
 
     def is_stalled(self, least_s: float) -> bool:
         """True if the current step has run for more than `least_s` and three times the longest step seen or expected.

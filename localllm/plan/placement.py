@@ -7,7 +7,7 @@ from typing import NamedTuple
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import generation, min_torch_cuda
 from localllm.errors import DeviceError
-from localllm.terminal import GIB, gib
+from localllm.terminal import GIB, counted, gib
 
 # address space that libraries and thread stacks reserve without touching: counts against `ulimit -v` only
 ADDRESS_BYTES = GIB
@@ -36,20 +36,25 @@ def chosen_device(machine: MachineFacts, name: str) -> Placement:
         if usable:
             best = max(usable, key=lambda g: g.free_bytes)
             why = "the GPU with the most free memory" if len(usable) > 1 else "the only usable GPU"
-            return Placement(f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: {why}",))
+            return Placement(f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: {why}", *_failed(machine)))
         why = unusable(machine, machine.gpus[0]) if machine.gpus else _without(machine) or "no NVIDIA GPU found"
-        return Placement("cpu", None, (f"CPU: {why}",))
+        return Placement("cpu", None, (f"CPU: {why}", *(_failed(machine) if machine.gpus else ())))
     index = int(name.partition(":")[2] or 0)
     fix = "use --device cpu; `localllm doctor` shows details"
     if index >= len(machine.gpus):
-        seen = (
-            f"{len(machine.gpus)} GPUs are visible" if machine.gpus else _without(machine) or "no NVIDIA GPU is visible"
-        )
+        seen = "; ".join((f"{counted(len(machine.gpus), 'GPU')} visible", *_failed(machine)))
+        if not machine.gpus:
+            seen = _without(machine) or "no NVIDIA GPU is visible"
         raise DeviceError(f"{name} not found: {seen}", fix)
     gpu = machine.gpus[index]
     if reason := unusable(machine, gpu):
         raise DeviceError(f"{name} cannot be used: {reason}", fix)
     return Placement(f"cuda:{index}", gpu)
+
+
+def _failed(machine: MachineFacts) -> tuple[str, ...]:
+    """What is known about GPUs that have failed beside others."""
+    return (machine.gpu_error,) if machine.gpu_error else ()
 
 
 def _without(machine: MachineFacts) -> str:

@@ -1,11 +1,14 @@
-/* Stands in for libnvidia-ml.so.1: one RTX 4090, one GB10 that tells no memory. Built by test_nvml.py. With CUT the
-   first is in MIG mode: of its CUT instances this process may use the second and the third, and only root is told more. */
+/* Stands in for libnvidia-ml.so.1: one RTX 4090, one GB10 that tells no memory, one that LAST_CODE keeps away. Built by
+   test_nvml.py. With CUT the first is in MIG mode: of its CUT instances this process may use the second and the third, and only root is told more. */
 #include <stdio.h>
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
 #ifndef INIT_CODE
 #define INIT_CODE 0
+#endif
+#ifndef LAST_CODE
+#define LAST_CODE 15 /* GPU is lost */
 #endif
 int nvmlInit_v2(void) { return INIT_CODE; }
 int nvmlShutdown(void) { return 0; }
@@ -14,7 +17,7 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) { snprintf(out, size, "
 int nvmlSystemGetCudaDriverVersion_v2(int *out) { *out = 13000; return 0; }
 int nvmlDeviceGetCount_v2(unsigned *out) { *out = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
-    if (index == 2) return 15; /* GPU is lost */
+    if (index == 2) return LAST_CODE;
     *out = (void *)(long)(index + 1);
     return 0;
 }

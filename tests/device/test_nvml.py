@@ -6,14 +6,18 @@ import ctypes
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localllm.device import nvml
+from localllm.device.fake import MACHINES
 from localllm.device.nvml import Answer, gpu_facts, visible
 from localllm.device.trouble import trouble
+from localllm.errors import DeviceError
+from localllm.plan.placement import chosen_device
 
 GIB = 1 << 30
 
@@ -36,8 +40,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = gpu_facts(100 * GIB, library=library)
-    assert (told.driver, told.driver_cuda, told.gpu_error) == ("580.95.05", "13.0", "")
-    card, spark = told.gpus  # the third one is lost
+    assert (told.driver, told.driver_cuda) == ("580.95.05", "13.0")
+    card, spark = told.gpus
+    assert told.gpu_error.startswith("GPU 2 has fallen off the bus: "), "the others are used all the same"
+    seen = replace(MACHINES["rtx4090"], gpu_error=told.gpu_error, torch_cuda="12.8")
+    assert chosen_device(seen, "auto").reasons[1] == told.gpu_error
+    with pytest.raises(DeviceError, match="cuda:1 not found: 1 GPU visible; GPU 2 has fallen off the bus"):
+        chosen_device(seen, "cuda:1")
     assert (card.name, card.capability, card.total_bytes) == ("NVIDIA GeForce RTX 4090", 89, 25757220864)
     assert card.bandwidth == pytest.approx(1008e9, rel=0.01)
     assert card.bandwidth_basis == "driver"
@@ -70,7 +79,8 @@ def test_a_card_that_is_cut_into_instances(
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     told = gpu_facts(100 * GIB, library=build(tmp_path, "-DCUT=3"))
-    assert [gpu.uuid for gpu in told.gpus] == [chosen] and not told.gpu_error and not told.gpu_links
+    assert [gpu.uuid for gpu in told.gpus] == [chosen] and not told.gpu_links
+    assert "MIG" not in told.gpu_error
     for part in told.gpus if setting != "1" else ():
         assert (part.name, part.index, part.capability) == ("NVIDIA GeForce RTX 4090 MIG 1g.5gb", 0, 89)
         assert (part.total_bytes, part.free_bytes, part.unified, part.mig) == (5 * GIB, 4 * GIB, False, True)
@@ -93,27 +103,54 @@ def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("card", "words"),
-    [(0, "its memory has 3 uncorrectable errors"), (1, ""), (2, "fallen off the bus"), (7, "")],
+    [(0, "the memory of GPU 0 has 3 uncorrectable errors"), (1, ""), (2, "GPU 2 has fallen off the bus"), (7, "")],
 )
 def test_what_is_wrong_with_a_card(library: Any, card: int, words: str) -> None:
-    said = trouble(card, library)
+    said = trouble(card, library=library)
     assert words in said if words else not said
+    assert said in trouble(1, card, 2, library=library), "a lost one hides no other"
+
+
+class Card:
+    """The library of a driver with one GPU, whose calls return these codes."""
+
+    def __init__(self, handle: int = 0, memory: int = 3, ecc: int = 3, init: int = 0) -> None:
+        self.nvmlInit_v2 = lambda: init
+        self.nvmlDeviceGetHandleByIndex_v2 = lambda *given: handle
+        self.nvmlDeviceGetMemoryInfo = lambda *given: memory
+        self.nvmlDeviceGetTotalEccErrors = lambda *given: ecc
+
+    def nvmlDeviceGetCount_v2(self, out: Any) -> int:
+        out._obj.value = 1
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        (Card(handle=15), "GPU 0 has fallen off the bus: "),
+        (Card(memory=15), "GPU 0 has fallen off the bus: "),
+        (Card(handle=16), "GPU 0 needs a reset: run `nvidia-smi --gpu-reset -i 0`"),
+        (Card(handle=4), "GPU 0 cannot be used: NVML returned code 4"),
+    ],
+)
+def test_a_lost_gpu_is_why_the_cpu_is_used(card: Card, words: str) -> None:
+    told = gpu_facts(0, library=card)
+    assert not told.gpus and told.gpu_error.startswith(words)
+    assert trouble(0, library=card) == told.gpu_error
+    machine = replace(MACHINES["cpu"], gpu_error=told.gpu_error)
+    assert chosen_device(machine, "auto").reasons == (f"CPU: {told.gpu_error}",)
+
+
+def test_a_gpu_of_other_users_is_no_error(tmp_path: Path) -> None:
+    told = gpu_facts(0, library=build(tmp_path, "-DLAST_CODE=4"))
+    assert len(told.gpus) == 2 and not told.gpu_error
 
 
 def test_what_a_driver_without_words_says() -> None:
-    class Reset:
-        def nvmlDeviceGetHandleByIndex_v2(self, *given: object) -> int:
-            return 16
-
-        def nvmlInit_v2(self) -> int:
-            return 0
-
-    class Gone:
-        def nvmlInit_v2(self) -> int:
-            return 999
-
-    assert "needs a reset" in trouble(0, Reset())
-    assert "does not respond" in trouble(0, Gone()) and "999" in trouble(0, Gone())
+    assert "GPU 0 has fallen off the bus" in trouble(0, library=Card(ecc=15)), "its memory is all that is asked"
+    assert "needs a reset" in trouble(0, library=Card(ecc=16)) and not trouble(0, library=Card())
+    assert trouble(0, library=Card(init=999)) == "the driver does not respond: NVML returned code 999"
 
 
 def test_an_old_library_lacks_functions() -> None:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -87,7 +88,7 @@ def test_a_check_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) 
     assert check.fix
 
 
-GPU = RTX.gpus[0]
+GPU, LOST = RTX.gpus[0], "GPU 2 has fallen off the bus"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,8 @@ GPU = RTX.gpus[0]
         ("gpu.present", CPU, "skip", "running on the CPU"),
         ("gpu.present", RTX, "ok", "RTX 4090, sm_89"),
         ("gpu.present", replace(CPU, gpu_error="mismatch (code 18)"), "fail", "code 18"),
+        ("gpu.present", replace(CPU, driver="580.1", gpu_error=LOST), "fail", LOST),
+        ("gpu.present", replace(RTX, gpu_error=LOST), "warn", f"1,008 GB/s; {LOST}"),
         ("gpu.present", replace(CPU, driver="580.1"), "warn", "CUDA_VISIBLE_DEVICES"),
         ("gpu.driver", RTX, "ok", "580.95.05"),
         ("gpu.driver", replace(RTX, driver="515.1"), "fail", "520 or newer"),
@@ -242,6 +245,7 @@ def test_code_for_sm_120_is_enough_for_sm_121() -> None:
     [
         ("gpu.p2p", {"iommu": True}, "warn", "tensor parallelism may hang"),
         ("gpu.visible", {"variables": {"CUDA_VISIBLE_DEVICES": "0"}}, "ok", "leaves 2"),
+        ("gpu.ecc", {"gpu_trouble": LOST}, "fail", LOST),
         ("cpu.governor", {"governor": "powersave", "governor_driver": "acpi-cpufreq"}, "warn", "the clock stays low"),
         ("cpu.governor", {"governor": "powersave", "governor_driver": "intel_pstate"}, "ok", "intel_pstate"),
         ("cpu.governor", {"governor": ""}, "skip", "does not report"),
@@ -274,6 +278,36 @@ def test_verdicts_on_the_surroundings(check_id: str, host: dict, status: str, wo
     check = one(check_id, two, replace(HOST, **host))
     assert check.status == status, check
     assert words in check.title
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (LOST, "sudo dmesg | grep Xid"),
+        ("GPU 0 cannot be used: Unknown Error (code 999)", "sudo dmesg | grep Xid"),
+        ("GPU 1 needs a reset: run it", "sudo nvidia-smi --gpu-reset -i 1"),
+        ("GPU 0 cannot be used: Insufficient Permissions (code 4)", "ls -l /dev/nvidia*"),
+        ("mismatch (code 18)", "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"),
+    ],
+)
+def test_what_to_do_about_a_failed_gpu(error: str, fix: str) -> None:
+    assert one("gpu.present", replace(RTX, gpu_error=error)).fix == fix
+
+
+def test_the_driver_is_asked_about_memory_errors(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Damaged:
+        nvmlInit_v2 = nvmlDeviceGetHandleByIndex_v2 = lambda *_: 0
+
+        def nvmlDeviceGetTotalEccErrors(self, *given: Any) -> int:
+            given[-1]._obj.value = 3
+            return 0
+
+    monkeypatch.setattr("localllm.device.trouble.load_library", Damaged)
+    (check,) = run_checks(["gpu.ecc"], Survey(MACHINES["h100"], offline=True))
+    assert (check.status, check.fix) == ("fail", "sudo nvidia-smi --gpu-reset -i 0")
+    assert check.title == "the memory of GPU 0 has 3 uncorrectable errors (nvidia-smi -q -d ECC)"
+    monkeypatch.setenv("LOCALLLM_FAKE_HW", "h100")
+    assert [check.title for check in run_checks(["gpu.ecc"])] == ["on"], "an invented machine has no driver"
 
 
 def test_a_server_of_ours_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

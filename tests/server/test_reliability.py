@@ -303,6 +303,7 @@ def test_a_gpu_that_fails_while_nothing_runs_is_told_by_health(own, own_llm, mon
     assert said.endswith("stopped: the GPU failed: its memory has an error; restart the server.")
     assert health.json()["error"]["code"] == "engine_dead"
     assert own_llm.engine.failure.startswith("the GPU failed: its memory") and "\n" not in own_llm.engine.failure
+    assert own_llm.run_summary.startswith("stopped: the GPU failed: its memory has an uncorrectable error (CUDA error")
     monkeypatch.undo()
     own_llm.sleep()
     own_llm.wake()
