@@ -659,9 +659,10 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
         )
         expected = mma if tokens >= 64 else ""
         yield _linear(f"{form.name} M={tokens}", card, call, decode=tokens <= 16, expect_mma=expected)
-    if form.name in MAIN_FORMS:
-        gated = partial(product, _meta(dtype, 16, HIDDEN), wide, Extras(gate="silu"))
-        yield _linear(f"{form.name} M=16 gated", card, gated, decode=True)
+    for tokens in () if form.name not in MAIN_FORMS else (16,) if form.code in ("bf16", "f16") else (16, 64):
+        gated = partial(product, _meta(dtype, tokens, HIDDEN), wide, Extras(gate="silu"))
+        expected = mma if tokens >= 64 else ""
+        yield _linear(f"{form.name} M={tokens} gated", card, gated, decode=tokens <= 16, expect_mma=expected)
 
 
 # Qwen3 30B-A3B, once with clamped experts as in Ling 3.0; gpt-oss 20B: number of experts, top-k, hidden, intermediate,
