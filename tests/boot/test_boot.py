@@ -8,19 +8,21 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from localllm import LLM, SamplingParams
-from localllm.boot.boot import Boot, kernel_words
+from localllm.boot import assembly
+from localllm.boot.boot import Boot, first_use, kernel_words
 from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import WarmAgain
 from localllm.device.fake import MACHINES
@@ -31,7 +33,7 @@ from localllm.kernels import Impl, reference, table
 from localllm.kernels.cpu.build import library
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
-from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest
 from localllm.kernels.verify.trial import SEGMENT_STEPS
 from localllm.llm.loaded_model import LoadedModel
 from localllm.models import sleep
@@ -415,15 +417,17 @@ def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path
 
 
 def test_a_request_does_not_wait_until_a_candidate_is_compiled() -> None:
-    tuner, compiled, arrived = tuning.Tuner(), Event(), Event()
+    tuner, compiled, arrived, threads = tuning.Tuner(), Event(), Event(), list[Thread]()
     tuner.pick(SHAPE, TILES[:2], trial)
 
     def slowly(call: Callable[[], object]) -> None:
+        threads.append(current_thread())
         arrived.set()
         assert compiled.wait(60)
 
     measure = timed({4: 9e-6, 8: 5e-6})
     assert tuner.tune(measure, stop=arrived.is_set, compile_ahead=slowly) == [] and tuner.waiting == (SHAPE,)
+    assert threads[0] is not current_thread()
     compiled.set()
     (tuned,) = tuner.tune(measure, compile_ahead=slowly)
     assert dict(tuned.tile) == {"rows": 8} and not tuner.waiting
@@ -535,6 +539,61 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
         boot.tune(1.0, told.append)
 
 
+def test_loading_warms_up_and_idle_moments_compile_and_capture_what_tuning_found(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localllm.hub import catalog
+
+    facts = fit.facts_of(next(one for one in catalog.members("qwen3-8b") if one.quant))
+    planner = Planner(replace(MACHINES["rtx4090"], torch_cuda="12.8"))
+    plan, jobs, warm_up, compile_ahead = planner.plan(facts), Queue[Any](), Mock(), Mock()
+    held = MemoryProfile((Term("all", plan.need_bytes, plan.need_bytes),), "cuda", 1.0)
+    found = tuning.Tuned(SHAPE, TILES[1], 5.0, 9.0)
+    tuner = Mock(waiting=(), tune=Mock(return_value=[found]))
+    for name, value in (
+        ("assemble", lambda *_, **__: idle_engine(jobs.put)),
+        ("Meter", lambda device: SimpleNamespace(found={})),
+        ("profile_gpu", lambda *_: held),
+        ("warm_up", warm_up),
+        ("tuner", lambda device: tuner),
+        ("compiler", lambda device, threads=1: compile_ahead),
+    ):
+        monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None)
+    boot = Boot(model, plan, planner, SelfTest())
+    runner = boot.engine.runner
+    warm_up.assert_called_once_with(runner, plan, facts)
+    runner.graphs = SimpleNamespace(captured=(1,), renew=lambda: setattr(runner, "is_captured", False))
+    runner.capture = Mock(return_value=True)
+    assert jobs.get()(lambda: False) is True
+    _, _, stop, _, given = tuner.tune.call_args.args
+    assert given is compile_ahead and not stop()
+    warming, capturing = jobs.get(timeout=1), jobs.get(timeout=1)
+    assert isinstance(warming, WarmAgain) and jobs.empty()
+    assert warming._recorded.keywords == {"device": torch.device(plan.device)}, "it compiles in another thread"
+
+    def must_stop() -> bool:
+        return False
+
+    assert capturing(must_stop) is True
+    runner.capture.assert_called_once_with(must_stop)
+
+
+def test_a_call_that_no_graph_can_record_ends_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, stream = Mock(), Mock()
+    monkeypatch.setattr(tuning, "capture_stream", lambda device: stream)
+    for name, value in (("CUDAGraph", lambda: graph), ("current_stream", Mock), ("current_device", lambda: 0)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def refused() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    assert tuning._replay(refused) is None
+    graph.capture_end.assert_called_once_with()
+
+
 def test_an_interrupted_shape_keeps_no_random_weights() -> None:
     """1.2 GB for the head of an 8B, which no plan includes."""
     refs: list[weakref.ref[torch.Tensor]] = []
@@ -632,22 +691,24 @@ def test_at_most_eight_candidates_and_one_from_a_measured_card_first(monkeypatch
         tuner.pick(tuning.Shape("x", ()), [])
 
 
-@pytest.mark.parametrize("how", ["sleep", "close"])
+@pytest.mark.parametrize("how", ["sleep", "close", "close with a draft model"])
 def test_pages_and_weights_are_let_go_before_the_card_gets_its_memory_back(
     how: str, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(tiny_path, ctx=256)
+    llm = LLM(tiny_path, ctx=256, **({"draft": str(tiny_path)} if "draft" in how else {}))
     tokens(llm)
     pages = [weakref.ref(part) for layer in llm.engine.runner.cache.layers for part in layer if part is not None]
-    weights = weakref.ref(llm._model)
+    weights = [weakref.ref(one) for one in (llm._model, llm._drafter) if one is not None]
     alive: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(
-        sleep, "free_cached", lambda: alive.append((any(page() is not None for page in pages), weights() is not None))
-    )
+    monkeypatch.setattr(sleep, "free_cached", lambda: alive.append((is_any(pages), is_any(weights))))
     llm.plan = replace(llm.plan, device="cuda:0")
-    getattr(llm, how)()
-    assert pages and alive == [(False, how == "sleep")]
+    getattr(llm, how.partition(" ")[0])()
+    assert pages and len(weights) == 1 + ("draft" in how) and alive == [(False, how == "sleep")]
     llm.close()
+
+
+def is_any(refs: list[weakref.ref[Any]]) -> bool:
+    return any(ref() is not None for ref in refs)
 
 
 def test_a_lost_card_does_not_hide_its_error_when_the_model_is_closed(
@@ -674,6 +735,26 @@ def test_what_graphs_take_is_counted_from_a_cache_that_a_capture_will_empty(monk
     held["reserved"] += 20
     meter.note("graphs", reserved=True)
     assert meter.found == {"graphs": 20}
+
+
+def test_what_graphs_take_is_measured_apart_from_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    meter: Any = SimpleNamespace(
+        settle=lambda: done.append("settled"), note=lambda what, reserved=False: done.append((what, reserved))
+    )
+    runner: Any = SimpleNamespace(beside={}, graphs=None, capture=lambda: done.append("captured"))
+    plan: Any = SimpleNamespace(num_pages=(1,), num_slots=0, ctx=1)
+    monkeypatch.setattr(assembly, "_graphs", lambda *_: SimpleNamespace(shapes=()))
+    assembly._capture(runner, plan, None, None, lambda run: run, meter)
+    assert done == ["settled", ("tables", False), "settled", "captured", ("graphs", True)]
+
+
+def test_the_self_test_of_a_card_compiles_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.boot.boot.compiler", lambda *given: given)
+    monkeypatch.setattr("localllm.boot.boot.tuner", Mock())
+    monkeypatch.setattr("localllm.boot.boot.identity", lambda *_: {})
+    assert COMPILING_THREADS > 1 or os.cpu_count() == 1
+    assert first_use("cuda:0", MACHINES["rtx4090"]).compile_ahead == ("cuda:0", COMPILING_THREADS)  # type: ignore[comparison-overlap]
 
 
 def test_the_steps_that_a_card_tries_its_segments_with_pass_here(

@@ -166,6 +166,13 @@ def weight_of(n: int, k: int) -> Weight:
     return Weight("int4g", (n, k), codes, torch.rand(n, k // 32).half() + 0.1, group_size=32)
 
 
+def test_what_a_case_launches_is_compiled_before_it_runs() -> None:
+    compiled: list[Any] = []
+    test = SelfTest(compile_ahead=compiled.append)
+    test.table(SHAPES)
+    assert test.num_run > 5 and len(compiled) == test.num_run
+
+
 def test_a_product_is_tried_with_the_weight_itself() -> None:
     """One that forgets the scales of its last group; the reference is not asked."""
     weight = weight_of(50, 96)

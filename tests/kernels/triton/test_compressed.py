@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import compressed
+from localllm.kernels.triton.cards import Card
+from localllm.kernels.triton.launch import recording
 from localllm.kernels.verify.trial import compare
 
 from ..compressed_layers import HIDDEN, copied, layer, pages_of, parts_of, views_of
@@ -60,6 +63,16 @@ def test_the_segment(
     alike = off < 0.1  # of 150 tokens' choices one has scores that are equal but for rounding
     assert int((~alike).sum()) <= (weights.index is not None and len(x) > 20)
     assert compare(ours[alike].float(), theirs[alike].float(), 4e-3 if kv_format == "fp16" else 2e-2) == ""
+
+
+def test_no_more_programs_than_keep_the_card_busy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value=1)
+    monkeypatch.setattr(compressed, "side_by_side", asked)
+    weights = layer(4, device, IMPL)
+    pages, x = pages_of("fp16", weights, device), torch.randn(1, HIDDEN).half().to(device)
+    with recording(Card(90, 132)):
+        compressed.compressed_attention(lambda *_: pytest.fail(), x, weights, pages, *views_of([(1, 64)], device))
+    asked.assert_called_once()
 
 
 @pytest.mark.slow

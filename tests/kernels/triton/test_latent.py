@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from localllm.kernels.layer_weights import LatentWeights, Linear, LinearPart, No
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import latent
+from localllm.kernels.triton.cards import Card
+from localllm.kernels.triton.launch import recording
 
 from ..compressed_layers import COUNT, PAGE, step
 
@@ -70,6 +73,15 @@ def test_queries_of_rotated_latents_turn_a_few_at_a_time(device: torch.device, m
     assert turned == [2, 2, 2, 2, 1, 1]
     limit = 1e-5 if device.type == "cpu" else 2e-2
     torch.testing.assert_close(found, reference.latent_attention(q, pages, *where, 0.2), rtol=limit, atol=limit)
+
+
+def test_no_more_programs_than_keep_the_card_busy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value=1)
+    monkeypatch.setattr(latent, "side_by_side", asked)
+    pages, q = pages_of("fp16", 24, 8, device, False), torch.randn(1, 3, 32).to(device)
+    with recording(Card(90, 132)):
+        latent.attend(q, pages, *step([(1, 150)], device), 0.2)
+    asked.assert_called_once()
 
 
 @SLOW

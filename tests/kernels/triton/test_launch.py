@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 
+from localllm import kernels
 from localllm.kernels.triton.launch import compile_ahead, launch, recorded
+
+# arguments that differ from step to step: as constants of a kernel, each multiple of 16 would compile it again
+BY_STEP = {
+    *("m", "num_rows", "num_seqs", "num_places", "num_pairs", "num_tiles", "num_queries", "num_keys", "num_blocks"),
+    *("first_row", "first_token", "first_head", "heads", "table_width", "table_stride", "entry_width", "window"),
+}
+
+
+def test_no_kernel_is_compiled_for_the_size_of_a_step() -> None:
+    launched = 0
+    for path in sorted(Path(kernels.__file__).parent.joinpath("triton").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef) and _jit(one) is not None}
+        calls = [node for one in functions.values() for node in ast.walk(one) if isinstance(node, ast.Call)]
+        inlined = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        for name in functions.keys() - inlined - {"query_of", "sequence_of", "oldest_key"}:  # inlined elsewhere
+            own = {one.arg for one in functions[name].args.args} & BY_STEP
+            assert own <= set(_jit(functions[name]) or ()), f"{path.name}: {name}"
+            launched += bool(own)
+    assert launched > 15
+
+
+def _jit(function: ast.FunctionDef) -> list[str] | None:
+    """The arguments that a kernel is not compiled for again; None if it is no kernel."""
+    for one in function.decorator_list:
+        if "triton.jit" in ast.unparse(one):
+            plain = [key.value for key in getattr(one, "keywords", ()) if key.arg == "do_not_specialize"]
+            return list(ast.literal_eval(plain[0])) if plain else []
+    return None
 
 
 class Kernel:
@@ -55,6 +88,23 @@ def test_compiling_ahead_launches_nothing_and_another_thread_goes_on_launching(
     assert sorted(kernel.warmed) == [((3,), 8, 2), ((3,), 16, 2)]
     run(kernel, 9, 8)
     assert kernel.launched == [(7,), (9,)]
+
+
+def test_kernels_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to begin."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    both, met = Barrier(2), []
+
+    class Meeting(Kernel):
+        def warmup(self, *args: object, grid: tuple[int, ...], **more: object) -> None:
+            met.append(both.wait(30))
+
+    def call() -> None:
+        for kernel in (Meeting(), Meeting()):
+            launch(kernel, (1,), torch.empty(4), 1, SIZE=8, num_warps=2)
+
+    compile_ahead(call, torch.device("cpu"), threads=2)
+    assert sorted(met) == [0, 1]
 
 
 def test_recorded_launches_keep_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from localllm.kernels.triton.launch import recording
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
 from localllm.kernels.verify.trial import SEGMENT_STEPS, compare
-from localllm.kernels.verify.tuning import AGREEMENT
+from localllm.kernels.verify.tuning import AGREEMENT, Tuner
 from localllm.kernels.weight import Weight
 from localllm.plan import memory
 
@@ -163,11 +163,14 @@ def test_columns_that_end_within_a_chunk(form: str, device: torch.device) -> Non
 
 def test_long_prompts_go_slab_by_slab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SLAB_BYTES", 256 * 64 * 2)
+    heights, asked = products.slab_rows, []
+    monkeypatch.setattr(products, "slab_rows", lambda *given: asked.append(given) or heights(*given))
     for form in ("int4g-32", "dense-bf16"):
         weight, bias = make(form, 259, 64), torch.randn(259)
         x = torch.randn(products.SLAB_TOKENS, 64).bfloat16().to(device)
         y = product(x, prepare(on(device, weight)), Extras(bias.to(device)))
         assert error(y, exact_product(x, weight) + bias) < ROUNDING[torch.bfloat16]
+    assert [given[:3] for given in asked] == [(259, products.SLAB_TOKENS, 128)], "bfloat16 weights need no slab"
 
 
 @pytest.mark.parametrize(
@@ -468,6 +471,19 @@ def test_a_trial_launches_what_will_run() -> None:
     fixed = choice | {"rows": 4, "fixed": 1}
     for given, kernels in ((False, ["digits_kernel", "gemv_kernel"]), (True, ["gemv_kernel"])):
         assert [name for name, _ in launches_of(products._trial(x, weight, products.PLAIN, given)(fixed))] == kernels
+
+
+def test_a_card_times_what_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial gets what the caller adds to the product, and whether x is in fixed point by then."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(products, "_trial", lambda *given: asked.append(given))
+    weight = prepare(make("int4g-32", 16, 64))
+    x: Any = SimpleNamespace(shape=(1, 64), is_meta=False, device=torch.device("cuda"), dtype=torch.bfloat16)
+    extras = Extras(norm=Norm(torch.ones(64), EPS), gate="silu")
+    for given in (False, True):
+        monkeypatch.setattr(products, "tuner", lambda device: Tuner())
+        products._picked(x, weight, torch.empty(1, 8), extras, Card(90, 132), given)
+        assert asked[-1][1:] == (weight, extras, given)
 
 
 def test_small_int4_weights_are_read_without_converting_x() -> None:
