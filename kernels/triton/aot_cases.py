@@ -30,7 +30,8 @@ from ..layer_weights import (
 )
 from ..sampling import SamplingInputs
 from .activation import gate_rows, gelu_tanh_mul, silu_mul, times_gates
-from .attention import paged_attention
+from .attention import AttentionStep, paged_attention
+from .attention_tiles import Tile, decode_tiles
 from .cards import AMD, CLASSES, Card
 from .compressed import attended, choose_entries, completed, turned
 from .digits import gemv_digits_kernel
@@ -518,6 +519,14 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         label = f"{kv_format} d{dim} g{group} p{page} {extras}".rstrip() + " few" * (tokens == 64)
         by_token = "sinks" in more and tokens == 1
         yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=by_token)
+        if kv_format == "fp8" and tokens == 1 and (tile := decode_tiles(card.family, kv_format, dim, group)[-1]).native:
+            yield "paged_attention", f"{label} native", partial(_attend_with, tile, *given)
+
+
+def _attend_with(tile: Tile, *given: Any) -> None:
+    """Decode attention of one query with this tile."""
+    *tensors, scale = given
+    AttentionStep(*tensors, (scale, None, None, None, False)).decode(0, 1, False, tile)
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:

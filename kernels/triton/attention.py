@@ -66,7 +66,7 @@ def paged_attention(
     the decode kernels, and results are bitwise independent of chunks and batches.
     Raises ValueError for arguments that this back end's `fits` rejects, and for non-contiguous tensors.
     """
-    step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked))
+    step = AttentionStep(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked))
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
     each = step.heads * step.places * (step.dim + 2) * 4  # bytes of partial results per query
     at_once = min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads)  # so that all merge the same way
@@ -85,7 +85,7 @@ def paged_attention(
     return step.out
 
 
-class _Step:
+class AttentionStep:
     """One call: validated arguments, and the arguments that both kernels share."""
 
     def __init__(
@@ -185,9 +185,10 @@ class _Step:
             AT_ONCE=max(1, 64 * 32 * tile.num_warps // (padded * heads)),  # 64 elements per thread
             MERGES=merges,
             LATE=not eight,
+            NATIVE=bool(tile.native),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            registers=decode_registers(self.cap, self.format, self.dim, group, shared["CHUNKED"]),
+            registers=decode_registers(self.cap, self.format, self.dim, group, shared["CHUNKED"], tile.native),
             **shared,
             **merging,
         )
@@ -277,16 +278,16 @@ def _trial(op: str, like: Tensor, kv_format: str, kv_heads: int, page: int) -> S
     dtype, device = like.dtype, like.device
     new, length = (1, TRIAL_KEYS) if op == "attention_decode" else (TRIAL_QUERIES, TRIAL_QUERIES)
 
-    def made() -> _Step:
+    def made() -> AttentionStep:
         count = -(-length // page)
         empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
         pages = KVPages(*(None if part is None else _noise(part, device) for part in empty))
         q = torch.randn(new, heads, dim, device=device, dtype=dtype)
         table = torch.arange(count, dtype=torch.int32, device=device)[None]
         bounds, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, new], [length]))
-        return _Step(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None, False))
+        return AttentionStep(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None, False))
 
-    def trial(step: _Step, choice: Mapping[str, int]) -> Callable[[], object]:
+    def trial(step: AttentionStep, choice: Mapping[str, int]) -> Callable[[], object]:
         tile = Tile(**choice)
         step.out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 

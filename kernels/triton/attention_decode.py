@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .e4m3 import widen_pairs
+from .e4m3 import widen_e4m3_natively, widen_pairs
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
 from .sequences import query_of
@@ -69,6 +69,7 @@ def decode_split(
     HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr, PTX: tl.constexpr, HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
     PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr, STRIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Compute every num_programs(0)-th split of one query's keys for one KV head.
 
@@ -77,6 +78,7 @@ def decode_split(
     MERGES  the last program of a (query, KV head) to finish merges its splits; `counter` is 0 before and after
     LATE    let the next kernel start (PDL) after the splits instead of at the beginning
     STRIDE  elements from one query head to the next
+    NATIVE  widen E4M3 codes with `widen_e4m3_natively`, without a factor of 256
     """
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -117,7 +119,8 @@ def decode_split(
             q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 0)
         q_odd = q_odd.to(operand)
     q_even = q_even.to(operand)
-    scale = score_scale(scale, k_scales, SCALES, FORMAT, HAS_SOFTCAP)
+    WIDENED: tl.constexpr = "f16" if NATIVE else FORMAT
+    scale = score_scale(scale, k_scales, SCALES, WIDENED, HAS_SOFTCAP)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
         begin = (oldest // size + place) * size
         end = tl.minimum(begin + size, length)
@@ -147,7 +150,10 @@ def decode_split(
             page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
             if EIGHT:
-                k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
+                if NATIVE:
+                    k_even, k_odd = widen_e4m3_natively(k_tile)
+                else:
+                    k_even, k_odd = widen_pairs(k_tile, FORMAT, operand, PTX)
                 scores = tl.dot(k_even, q_even)
                 scores = tl.dot(k_odd, q_odd, scores)
             else:
@@ -172,7 +178,10 @@ def decode_split(
                 norm = norm * shrink + weights
             weights = weights.to(operand)
             if EIGHT:
-                v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
+                if NATIVE:
+                    v_even, v_odd = widen_e4m3_natively(v_tile)
+                else:
+                    v_even, v_odd = widen_pairs(v_tile, FORMAT, operand, PTX)
                 acc = tl.dot(v_even, weights, acc * shrink)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
             else:
@@ -183,6 +192,9 @@ def decode_split(
         ok = column < GROUP
         tl.store(part_norm + part * 2, top, mask=ok)
         tl.store(part_norm + part * 2 + 1, total, mask=ok)
+        if NATIVE:  # `_merge` multiplies by 256
+            acc *= 0.00390625
+            acc_odd *= 0.00390625
         sums = part_sum + part[None, :] * DIM + d[:, None] * STEP
         ok = ok[None, :] & (d[:, None] < WIDTH)
         tl.store(sums, acc, mask=ok)

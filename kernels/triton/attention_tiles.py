@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int = 0  # of queries; prefill only
+    native: int = 0  # widen E4M3 codes with the conversion instruction of sm_89 and later; decode only
 
 
 class Splits(NamedTuple):
@@ -64,6 +65,13 @@ def side_by_side(places: int, queries: int, num_kv_heads: int, sms: int) -> int:
 @cache
 def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[Tile, ...]:
     """Candidates for sm_`cap` and `group` query heads per KV head, expected best first; keys divide every split."""
+    tiles = _decode_tiles(cap, kv_format, head_dim, group)
+    if kv_format != "fp8" or not 89 <= cap < AMD or head_dim > 256:  # with 512 the compiler spills
+        return tiles
+    return (*tiles, tiles[0]._replace(native=1))
+
+
+def _decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[Tile, ...]:
     width = triton.next_power_of_2(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
     if kv_format == "f32":
         return (Tile(16, 4, 2),)
@@ -107,7 +115,9 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 
 
 @cache
-def decode_registers(cap: int, kv_format: str, head_dim: int, group: int, chunked: bool = False) -> int:
+def decode_registers(
+    cap: int, kv_format: str, head_dim: int, group: int, chunked: bool = False, native: int = 0
+) -> int:
     """Register limit per thread; 0 leaves it to the compiler, which prefers a spill to losing a warp of occupancy."""
     if kv_format not in SCALED_FORMATS:
         if cap in (86, 89) and 128 < head_dim <= 256 and columns_of(group) > 8:
@@ -118,6 +128,8 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int, chunke
         # does on sm_86 and sm_89. Shared memory has room for at most four programs of two warps there, so registers do
         most = 224 if head_dim > 256 else 0 if cap in WGMMA else 248
         return most if 80 <= cap < AMD else 0
+    if native:  # with 168 and 128 Triton 3.6 spills 8 to 24 bytes
+        return 192 if columns_of(group) > 8 else 152
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer, Triton 3.6 spills; for int8 it spills with 128
     if cap == 90 and chunked:

@@ -199,13 +199,13 @@ def test_prefill_of_pages_that_are_widened_first(
     monkeypatch.setattr(attention, "WIDEN_TOKENS", 1)
     monkeypatch.setattr(attention, "PART_BYTES", heads_at_once * places * shape.page * (4 * shape.dim + 4))
     pieces = []
-    widened = attention._Step._prefill_widened
+    widened = attention.AttentionStep._prefill_widened
 
-    def counted(step: attention._Step, singles: bool, tile: object, first: int, count: int) -> None:
+    def counted(step: attention.AttentionStep, singles: bool, tile: object, first: int, count: int) -> None:
         pieces.append((first, count))
         widened(step, singles, None, first, count)
 
-    monkeypatch.setattr(attention._Step, "_prefill_widened", counted)
+    monkeypatch.setattr(attention.AttentionStep, "_prefill_widened", counted)
     check(shape, device, is_rounded=True)
     assert pieces == ([(0, 1), (1, 1), (2, 1)] if heads_at_once == 1 else [(0, 2), (2, 1)])
 
@@ -375,6 +375,8 @@ def test_every_tile_divides_every_split() -> None:
                 for group in (1, 4, 12, 32):
                     decode = attention_tiles.decode_tiles(cap, kv_format, dim, group)
                     assert 1 <= len(decode) <= 8 and all(128 % tile.keys == 0 for tile in decode)
+                    has_instruction = kv_format == "fp8" and cap >= 89 and dim <= 256
+                    assert sum(tile.native for tile in decode) == decode[-1].native == has_instruction
                 prefill = attention_tiles.prefill_tiles(cap, kv_format, dim)
                 assert 1 <= len(prefill) <= 8 and all(tile.rows >= 16 for tile in prefill)
 

@@ -104,13 +104,13 @@ def test_the_queries_of_a_prompt_run_in_slices(
     run = partial(mixers.attention, attention.paged_attention)
     whole = sparse_attention(run, *given, chosen)
     counts: list[int] = []
-    decode = attention._Step.decode
+    decode = attention.AttentionStep.decode
 
-    def counted(step: attention._Step, first: int, count: int, by_token: bool) -> None:
+    def counted(step: attention.AttentionStep, first: int, count: int, by_token: bool) -> None:
         counts.append(count)
         decode(step, first, count, by_token)
 
-    monkeypatch.setattr(attention._Step, "decode", counted)
+    monkeypatch.setattr(attention.AttentionStep, "decode", counted)
     monkeypatch.setattr(attention, "PART_BYTES", 5 * GROUP * (DIM + 2) * 4)
     assert torch.equal(sparse_attention(run, *given, chosen), whole)
     assert counts == [1, 4, 2]
