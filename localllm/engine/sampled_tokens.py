@@ -66,16 +66,33 @@ def from_host(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copied_storages(values: Many[Tensor], new: Callable[[int], Tensor]) -> tuple[Tensor, ...]:
+    """Copies of these tensors that share memory as the originals do.
+
+    new   returns the uint8 tensor, of so many bytes, that a storage is copied to, asynchronously if it is pinned
+    """
+    copies: dict[int, Tensor] = {}
+    for value in values:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in copies:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            copies[storage.data_ptr()] = new(storage.nbytes()).copy_(whole, non_blocking=True)
+
+    def like(value: Tensor) -> Tensor:
+        whole = copies[value.untyped_storage().data_ptr()]
+        return whole.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return tuple(map(like, values))
+
+
 class ToHost:
-    """An asynchronous copy of device tensors to the host."""
+    """An asynchronous copy of device tensors to the host: of their whole storages, each once."""
 
     def __init__(self, *values: Tensor) -> None:
         self._event = None
         self._host = values
         if values[0].device.type != "cpu":
-            self._host = tuple(torch.empty(v.shape, dtype=v.dtype, pin_memory=True) for v in values)
-            for host, value in zip(self._host, values, strict=True):
-                host.copy_(value, non_blocking=True)
+            self._host = copied_storages(values, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
             self._event = torch.cuda.Event()
             self._event.record()
 

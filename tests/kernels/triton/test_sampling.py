@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.engine.sampled_tokens import copied_storages
 from localllm.kernels import sampling as reference
 from localllm.kernels.sampling import SamplingInputs
 from localllm.kernels.triton import sampling
@@ -171,3 +172,20 @@ def test_strided_rows_and_refusals(device: torch.device) -> None:
 
 def test_the_plan_counts_the_sums_of_cuts() -> None:
     assert SAMPLED_BYTES == (sampling.TABLES * reference.LEVEL + sampling.CUTS) * 8
+
+
+def test_what_a_step_samples_comes_to_the_host_in_one_copy() -> None:
+    """What lies in one storage; log-probabilities of other tokens are copied with it, not instead."""
+    inputs = SamplingInputs.empty(3, 3, 70, torch.device("cpu"))
+    out = sampling.sample(torch.randn(3, 70), inputs, False)
+    other, sizes = torch.randn(3, 8)[:, ::2], []
+
+    def new(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    values = (out.token_ids, out.logprobs, out.status, other)
+    copies = copied_storages(values, new)
+    assert sizes == [3 * 24, 3 * 8 * 4]
+    for copied, value in zip(copies, values, strict=True):
+        assert torch.equal(copied, value) and copied.dtype is value.dtype and copied.data_ptr() != value.data_ptr()
