@@ -525,8 +525,8 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
 
 def _attend_with(tile: Tile, *given: Any) -> None:
     """Decode attention of one query with this tile."""
-    *tensors, scale = given
-    AttentionStep(*tensors, (scale, None, None, None, False)).decode(0, 1, False, tile)
+    q, pages, table, bounds, lengths, scale = given
+    AttentionStep(q, pages, table, bounds, lengths, (scale, None, None, None, False)).decode(0, 1, False, tile)
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:

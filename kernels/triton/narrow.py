@@ -4,10 +4,16 @@ Both operands are rows of bytes in the order of `layout`; the order along K does
 are accumulated over 128 elements and then added in float32, where block scales are applied. NVFP4 uses `tl.dot_scaled`;
 with HAND, codes and scales are decoded first, which works on any GPU and in the interpreter (whose `dot_scaled` reads
 all scales as E8M0). Small batches are not quantized: a decode step is bound by the bytes of W, which stay the same.
+
+For E4M3 with a scale per row, torch's own product is the second candidate: the tuner takes it where it is faster, and
+our kernel runs until then and on every GPU. With blocks torch has it on sm_90 alone, and for NVFP4 it needs the scales
+in another order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..verify.tuning import Sampled, Shape, tuner
+from .cards import AMD
 from .codes import e4m3_value, half_value
-from .launch import interpreting, launch, power_of_2, wait_for_previous
+from .launch import card_of, interpreting, launch, power_of_2, wait_for_previous
 from .layout import Prepared
 from .product import Extras, product
-from .product_tiles import SMALL_TOKENS
+from .product_tiles import SMALL_TOKENS, Tile
 from .quantize import quantize_e4m3, quantize_nvfp4
 
 BLOCK = 128  # elements of x per scale if W has block scales
@@ -124,8 +132,53 @@ def _w4a4(
     _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS)
 
 
-def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
-    """x [num_tokens, K], quantized to the weight's format (E4M3 or NVFP4), times the weight: [num_tokens, N]."""
+OWN: Tile = {"library": 0}
+LIBRARY: Tile = {"library": 1}
+MOST_TIMED = 2048  # rows of x: with more the faster product is the same
+
+
+def _library_product(codes: Tensor, scales: Tensor, p: Prepared, bias: Tensor | None, out: Tensor) -> Tensor:
+    """torch's product of E4M3 rows; like ours it sums in the order of the stored bytes."""
+    kind = torch.float8_e4m3fn
+    weight = p.low.view(kind).view(p.shape[0], -1).t()
+    assert p.row_scale is not None
+    given = {"scale_a": scales, "scale_b": p.row_scale.view(1, -1), "out_dtype": out.dtype}
+    torch._scaled_mm(codes.view(kind), weight, **given, out=out)
+    return out if bias is None else out.add_(bias.to(out.dtype))
+
+
+def _picked(x: Tensor, p: Prepared) -> Tile:
+    """Which product is faster here; ours until the tuner has timed both, and where torch's does not apply."""
+    applies = p.scales is None and p.row_scale is not None and p.shape[0] % 16 == 0 and x.dtype == torch.bfloat16
+    if x.device.type != "cuda" or not applies or not 89 <= card_of(x.device).capability < AMD:
+        return OWN
+    tokens = min(power_of_2(x.shape[0]), MOST_TIMED)
+    shape = Shape("linear_w8a8", (*p.shape, tokens))
+    return tuner(x.device).pick(shape, (OWN, LIBRARY), _trial(tokens, x, p))
+
+
+def _trial(tokens: int, like: Tensor, p: Prepared) -> Sampled:
+    """Return a trial of both products on random values, created only when it is needed."""
+    (n, k), halves, device, dtype = p.shape, p.low.shape[1], like.device, like.dtype
+    nothing = torch.empty(0, dtype=p.low.dtype)  # the trial keeps no weights
+    empty = p._replace(low=nothing, row_scale=nothing)
+
+    def made() -> tuple[Tensor, Prepared]:
+        low = torch.randint(0, 1 << 14, (n, halves), dtype=nothing.dtype, device=device) & 0x3F3F  # all finite
+        weight = empty._replace(low=low, row_scale=torch.full((n,), 0.01, device=device))
+        return torch.randn(tokens, k, dtype=dtype, device=device), weight
+
+    def trial(data: tuple[Tensor, Prepared], choice: Tile) -> Callable[[], Tensor]:
+        return partial(narrow_product, *data, choice=choice)
+
+    return Sampled(made, trial)
+
+
+def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None, choice: Tile | None = None) -> Tensor:
+    """x [num_tokens, K], quantized to the weight's format (E4M3 or NVFP4), times the weight: [num_tokens, N].
+
+    choice   OWN or LIBRARY instead of the tuner's
+    """
     tokens = x.shape[0]
     cut = p.code != "e4m3" and p.shape[1] % 32 != 0  # the stored codes are padded, their scales are not
     if tokens <= SMALL_TOKENS or p.perm is not None or p.pre_scale is not None or cut:
@@ -152,6 +205,8 @@ def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor
         block = BLOCK if groups > 1 or padded <= BLOCK else power_of_2(padded)
         sizes: dict[str, Any] = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
         launch(quantize_e4m3, (tokens, groups), x, codes, scales, num_warps=max(1, min(8, block // 256)), **sizes)
+        if (_picked(x, p) if choice is None else choice) == LIBRARY:
+            return _library_product(codes, scales, p, bias, out)
         weight = (p.low.view(kind), scales if p.scales is None else p.scales)
         has = {"BLOCKS": p.scales is not None, "ROW_SCALE": p.row_scale is not None}
         row_scale = scales if p.row_scale is None else p.row_scale

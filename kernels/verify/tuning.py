@@ -75,16 +75,6 @@ class Shape(NamedTuple):
         return f"{self.op}:{','.join(str(part) for part in self.key)}"
 
 
-# (compute capability, shape) -> (best tile measured on one GPU, used as the first candidate on similar ones; that GPU).
-# Only measured values from `localllm tune --json`; a kernel's candidates are defined next to the kernel
-STARTING_POINTS: dict[tuple[int, Shape], tuple[Tile, str]] = {}
-
-
-def is_measured(capability: int) -> bool:
-    """Whether any starting point was measured on a GPU of this compute capability."""
-    return any(known == capability for known, _ in STARTING_POINTS)
-
-
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """Tuning result of one shape."""
@@ -101,16 +91,15 @@ class Tuner:
     """Winners on one GPU, and the shapes that still have to be timed."""
 
     records: Records | None = None
-    capability: int = 0
     num_unsteady: int = 0  # shapes whose timings were discarded
     _picked: dict[Shape, Tile] = field(default_factory=dict)
     _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
     _compiler: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "compile"))
     _timing: threading.Lock = field(default_factory=threading.Lock)  # another engine on the GPU may be tuning
 
-    def use(self, records: Records, capability: int = 0) -> None:
+    def use(self, records: Records) -> None:
         """Use this GPU's stored winners; forget earlier picks, so that they are looked up again."""
-        self.records, self.capability = records, capability
+        self.records = records
         self._picked.clear()
 
     def picked(self, shape: Shape) -> Tile | None:
@@ -123,8 +112,7 @@ class Tuner:
             return known
         if not candidates:
             raise ValueError(f"{shape.name} has no candidates")
-        start, _ = STARTING_POINTS.get((self.capability, shape), ({}, ""))
-        kept = tuple(sorted(candidates[:MAX_CANDIDATES], key=lambda tile: tile != start))
+        kept = tuple(candidates[:MAX_CANDIDATES])
         known = self.records.get(shape.name) if self.records is not None else None
         winner = next((tile for tile in kept if known is not None and tile == known.get("tile")), None)
         if winner is None and trial is not None and len(kept) > 1:

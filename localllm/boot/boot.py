@@ -29,7 +29,7 @@ from localllm.errors import DeviceError, OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
 from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import COMPILING_THREADS, SelfTest, compiler
-from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner, waited
+from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, tuner, waited
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.assistant import AssistantModel
 from localllm.models.dflash import DFlashModel
@@ -52,8 +52,7 @@ def first_use(device: str, machine: MachineFacts) -> SelfTest:
     """The self-test for loading on a device, with earlier verdicts; also applies tiles tuned earlier."""
     known = identity(device, machine.driver)
     if device != "cpu":
-        card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
-        tuner(torch.device(device)).use(Records("tuning", known, cache_folder()), card.capability)
+        tuner(torch.device(device)).use(Records("tuning", known, cache_folder()))
     return SelfTest(Records("selftest", known, cache_folder()), compiler(device, COMPILING_THREADS))
 
 
@@ -363,8 +362,7 @@ class Boot:
         parts = [self._graphs_note, self._experts_note, self._table_note, self._speculation_note]
         if self.plan.device != "cpu":
             measured = self._tuner.num_measured
-            guessed = "" if is_measured(self._tuner.capability) else "tiles not measured on this GPU"
-            parts.append(f"{measured} tiles tuned here" if measured else guessed)
+            parts.append(f"{measured} tiles tuned here" if measured else "tiles not measured on this GPU")
             if unsteady := self._tuner.num_unsteady:
                 parts.append(f"{unsteady} tiles not tuned: the GPU's clocks changed during timing")
         return " · ".join(part for part in (*parts, self.profile_note) if part)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,12 @@ from localllm.kernels.layer_weights import (
 )
 from localllm.kernels.segments import REFERENCES as COMPOSED
 from localllm.kernels.table import implementations
-from localllm.kernels.triton import ops, quantize, segments
+from localllm.kernels.triton import narrow, ops, quantize, segments
 from localllm.kernels.triton.aot_cases import all_specs
 from localllm.kernels.triton.cards import Card
 from localllm.kernels.triton.launch import launch, recording
-from localllm.kernels.verify.trial import LINEAR_TOKENS, linear_error, unjudged
+from localllm.kernels.verify.trial import LINEAR_TOKENS, compare, linear_error, unjudged
+from localllm.kernels.verify.tuning import AGREEMENT, Tuner
 from localllm.kernels.weight import Weight
 
 import triton  # isort: skip
@@ -212,6 +214,27 @@ def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
     assert error(y, exact_product(x, weight) + bias) > 1.5 * error(y, expected), "x was not rounded"
     few = IMPLS[name].run(x[:2].to(device), prepared, bias.to(device))
     assert error(few, exact_product(x[:2], weight) + bias) < CLOSE, "few rows stay exact"
+
+
+def test_torch_multiplies_rounded_activations_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner compares both, on values of its own, and only where torch's applies."""
+    weight, bias = make("fp8-row", 64, 160), torch.randn(64).to(device)
+    prepared = IMPLS["triton_fp8_w8a8"].prepare(on(device, weight))
+    x = torch.randn(18, 160).bfloat16().to(device)
+    own, other = (narrow.narrow_product(x, prepared, bias, choice) for choice in (narrow.OWN, narrow.LIBRARY))
+    assert error(other, own.double()) < CLOSE
+    trial = narrow._trial(32, x, prepared)
+    first, second = (trial(choice)() for choice in (narrow.OWN, narrow.LIBRARY))
+    assert first.shape == (32, 64) and first.isfinite().all() and compare(second, first, AGREEMENT) == ""
+    own_tuner = Tuner()
+    monkeypatch.setattr(narrow, "tuner", lambda device: own_tuner)
+    monkeypatch.setattr(narrow, "card_of", lambda device: Card(90, 132))
+    on_card: Any = SimpleNamespace(shape=x.shape, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert narrow._picked(on_card, prepared) == narrow.OWN
+    assert [shape.key for shape in own_tuner.waiting] == [(64, 160, 32)]
+    half: Any = SimpleNamespace(shape=x.shape, device=torch.device("cuda"), dtype=torch.float16)
+    for given, kept in ((half, prepared), (on_card, IMPLS["triton_fp8_w8a8"].prepare(make("fp8-block", 64, 192)))):
+        assert narrow._picked(given, kept) == narrow.OWN and len(own_tuner.waiting) == 1
 
 
 def test_columns_that_end_within_32_are_not_rounded(device: torch.device) -> None:
