@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from localllm.errors import DeviceError
 from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
 from localllm.request import FinishReason
 
@@ -171,12 +172,24 @@ class AsyncResponseStream:
         self._pending.clear()
         self._stop()
 
-    def cut(self, by: str) -> None:
-        """End the request now with the text so far; the reader gets a regular end with `by` as the stop reason."""
+    def cut(self, by: str, wait_s: float | None = None) -> None:
+        """End the request now with the text so far; the reader gets a regular end with `by` as the stop reason.
+
+        wait_s   seconds after which it ends in an error if the engine has not ended it, because it hangs
+        """
         self._cut_by = self._cut_by or by
         if not self.has_ended:
             log.info("cut a response short: %s", by)
             self._stop()
+            if wait_s is not None:
+                asyncio.get_running_loop().call_later(wait_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """End all sequences with a single error; what the engine may tell later is not read."""
+        if not self.has_ended:
+            self._open = 1
+            error = DeviceError("the engine did not end the request", "restart the server; its log shows the cause")
+            self.take(0, OutputDelta(0, finish_reason=FinishReason.ERROR, error=error))
 
     def _stop(self) -> None:
         if not self.has_ended:

@@ -38,6 +38,7 @@ from .served_model import Lease, ServedModel, State
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+CUT_WAIT_S = 2.0  # how long an engine may take to end a request when the server shuts down
 STALL_S = 12.0  # the engine is stalled if a step takes longer than this and than three times the longest step so far
 TEXT_THREADS = 4  # threads that render templates and tokenize
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: handing them to a thread costs more (0.1 ms)
@@ -295,7 +296,7 @@ class Service:
             queue.close()
         self.pool.refuse_waiting()
         for stream in list(self._streams):
-            stream.cut("shutdown")
+            stream.cut("shutdown", CUT_WAIT_S)
 
 
 def _give_back(future: Future[Lease]) -> None:

@@ -131,6 +131,21 @@ def test_what_still_waits_when_the_time_is_over_is_refused(pool, tiny_llm, monke
     assert [(one.status_code, one.json()["error"]["code"]) for one in refused] == [(503, "shutting_down")] * 4
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_an_engine_that_hangs_does_not_end_ends_in_an_error(pool, tiny_llm, monkeypatch, stream):
+    gate, hung = threading.Event(), threading.Event()
+    monkeypatch.setattr("localllm.server.service.CUT_WAIT_S", 0.2)
+    monkeypatch.setattr(tiny_llm.engine.stepper, "fault", lambda step: hung.set() or gate.wait(60))
+    with live_server(pool, parallel=1) as live, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(httpx.post, live.url + CHAT, json=ask(stream=stream), timeout=30)
+        assert hung.wait(20)
+        asyncio.run_coroutine_threadsafe(drain(live.service, live.server, 0.0), live.loop).result(20)
+        answer = asked.result(20)
+        gate.set()
+    said = events(answer.text)[-1] if stream and answer.status_code == 200 else answer.json()
+    assert said["error"]["code"] == "engine_dead" and "did not end the request" in said["error"]["message"]
+
+
 def test_ps_shows_what_is_loaded(served):
     code, out, _ = command(served, "ps", "--json")
     (row,) = json.loads(out)["processes"]
