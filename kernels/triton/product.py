@@ -155,7 +155,7 @@ def _run(
     given: Tensor | None = None, after: After | None = None,
 ) -> None:  # fmt: skip
     """Run the product with the kernel of `choice`; other arguments as in `launch_gemv`."""
-    if extras.norm is not None and x.shape[0] > 1 and "fixed" not in choice:
+    if extras.norm is not None and (x.shape[0] > 1 or "apart" in choice) and "fixed" not in choice:
         # with several rows a separate norm kernel costs less than reading all rows in every program
         x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     assert after is None or "chunks" in choice, "only a GEMV's programs can do more"
@@ -419,7 +419,8 @@ def _picked(x: Tensor, p: Prepared, out: Tensor, extras: Extras, card: Card, giv
     n, k = p.shape
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
     fixed = is_fixed(p.code, p.run, card)
-    of_input = ("given",) if given and fixed else ("norm",) if extras.norm is not None and fixed else ()
+    has_norm = extras.norm is not None and (fixed or CODES[p.code].low == 8)
+    of_input = ("given",) if given and fixed else ("norm",) if has_norm else ()
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate, *of_input))
     elif x.shape[0] <= few_rows(p.code, fixed):

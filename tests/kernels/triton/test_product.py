@@ -486,6 +486,22 @@ def test_a_card_times_what_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked[-1][1:] == (weight, extras, given)
 
 
+def test_the_norm_before_a_byte_per_weight_may_be_a_launch_of_its_own(device: torch.device) -> None:
+    """The tuner finds out which is faster; the result is that of several rows."""
+    tiles = [product_tiles.gemv_tiles(4096, 4096, code, Card(90, 132)) for code in ("e4m3", "int8", "bf16")]
+    assert ["apart" in one[1] for one in tiles] == [True, True, False] and not any("apart" in one[0] for one in tiles)
+    assert not any("apart" in one for one in product_tiles.gemv_tiles(4096, 4096, "e4m3", Card(90, 132), plain=True))
+    weight = prepare(on(device, make("fp8-row", 16, 64)))
+    x, norm = torch.randn(1, 64).bfloat16().to(device), Norm(torch.rand(64).to(device), EPS)
+    choice = {"rows": 2, "chunks": 32, "warps": 1, "apart": 1}
+    call = products._trial(x, weight, Extras(norm=norm))(choice)
+    assert [name for name, _ in launches_of(call)] == ["_norm_rows", "gemv_kernel"]
+    found = [torch.empty(1, 16, dtype=x.dtype, device=device) for _ in range(2)]
+    for out, more in zip(found, ({}, {"apart": 1}), strict=True):
+        products._run(x, weight, out, Extras(norm=norm), {"rows": 2, "chunks": 32, "warps": 1} | more)
+    assert compare(found[1].float(), found[0].float(), AGREEMENT) == ""
+
+
 def test_small_int4_weights_are_read_without_converting_x() -> None:
     """On fast memory, unless x has a norm or is converted by the product before."""
     card = Card(90, 132)
