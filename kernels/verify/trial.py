@@ -126,7 +126,7 @@ REFUSED = (
 TRITON = "Triton Error [CUDA]: "
 # error texts of Triton's launcher when the context is lost; it reports rejected launches with the same prefix
 LOST = (
-    "an illegal", "unspecified launch", "misaligned", "uncorrectable ECC", "unknown error", "context is destroyed",
+    "an illegal", "unspecified launch", "misaligned", "uncorrectable", "unknown error", "context is destroyed",
     "hardware stack", "invalid program counter", "invalid address space", "the launch timed out", "driver shutting",
     "no CUDA-capable", "system not", "operation not supported on global", "CUDA-capable device(s) is/are busy",
 )  # fmt: skip

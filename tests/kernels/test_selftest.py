@@ -275,6 +275,7 @@ def test_memory_that_runs_out_is_no_fault_of_a_kernel(
         ("device-side assert triggered", True),
         ("CUDA error: uncorrectable ECC error encountered", True),
         ("Triton Error [CUDA]: uncorrectable ECC error encountered", True),
+        ("Triton Error [CUDA]: uncorrectable NVLink error detected during the execution", True),
         ("Triton Error [CUDA]: unknown error", True),
         ("CUDA driver error: device not ready", True),
         ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx", True),
