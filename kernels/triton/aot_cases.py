@@ -520,13 +520,14 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
         by_token = "sinks" in more and tokens == 1
         yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=by_token)
         if kv_format == "fp8" and tokens == 1 and (tile := decode_tiles(card.family, kv_format, dim, group)[-1]).native:
-            yield "paged_attention", f"{label} native", partial(_attend_with, tile, *given)
+            how = more.get("window"), more.get("softcap"), more.get("sinks"), extras == "chunks"
+            yield "paged_attention", f"{label} native", partial(_attend_with, tile, how, *given)
 
 
-def _attend_with(tile: Tile, *given: Any) -> None:
-    """Decode attention of one query with this tile."""
+def _attend_with(tile: Tile, how: tuple[Any, ...], *given: Any) -> None:
+    """Decode attention of one query with this tile; `how`: window, soft-cap, sinks, chunks."""
     q, pages, table, bounds, lengths, scale = given
-    AttentionStep(q, pages, table, bounds, lengths, (scale, None, None, None, False)).decode(0, 1, False, tile)
+    AttentionStep(q, pages, table, bounds, lengths, (scale, *how)).decode(0, 1, False, tile)  # type: ignore[arg-type]
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:

@@ -308,4 +308,5 @@ def _noise(part: Tensor, device: torch.device) -> Tensor:
     if part.dtype.itemsize > 1:
         largest = 0.02 if part.dim() == 3 else 1.0  # scales, or values
         return (torch.rand(part.shape, device=device) * largest).to(part.dtype)
-    return torch.randint(0, 100, part.shape, device=device, dtype=torch.uint8).view(part.dtype)  # E4M3: all finite
+    signs = torch.randint(0, 2, part.shape, device=device, dtype=torch.uint8) << 7
+    return (torch.randint(0, 100, part.shape, device=device, dtype=torch.uint8) | signs).view(part.dtype)  # all finite

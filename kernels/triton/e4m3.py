@@ -3,7 +3,8 @@
 Does not use the E4M3 type, so the same code compiles below sm_89 and is correct in Triton's interpreter, whose casts
 are not. `e4m3_bits` is bit-identical to `kv_codes.encode_e4m3`. `widen_*` convert an int16 with two codes (the even
 dimension in the low byte) to two float16 values. Attention reads pages this way: it halves the number of addresses, and
-unlike single bytes, 16-bit tiles can be loaded transposed by matrix instructions. NaN codes (0x7F, 0xFF) become ±480.
+unlike single bytes, 16-bit tiles can be loaded transposed by matrix instructions. NaN codes (0x7F, 0xFF) become ±480,
+and NaN by `widen_e4m3_natively`.
 
 Instructions per 4 codes, from the inline assembly: E4M3 7, or 4 from sm_89 with its conversion instruction, whose rate
 is not measured; int8 5; Triton's own casts take about 16.

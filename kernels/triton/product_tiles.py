@@ -76,7 +76,7 @@ def gemv_tiles(
     floats = fit(WIDE if CODES[code].low >= 8 else NARROW, {})
     if CODES[code].low == 8 and card.capability in FAST_MEMORY and not plain:
         # a launch of its own for the norm, not measured: FP8 needs 9.4 instructions per weight with it, 7.1 without
-        floats.insert(1, floats[0] | {"apart": 1})
+        floats.insert(1, {**floats[0], "apart": 1})
     if not fixed:
         return tuple(floats[:MOST])
     whole = fit(FIXED, {"fixed": 1})
@@ -98,7 +98,8 @@ def few_rows(code: str, fixed: bool) -> int:
 @cache
 def few_tiles(n: int, k: int, code: str, card: Card, gated: bool, fixed: bool, group: int) -> tuple[Tile, ...]:
     """Candidates of both kernels for up to `few_rows` rows; `gemv_kernel` first on FAST_MEMORY."""
-    single = [tile for tile in gemv_tiles(n, k, code, card, gated, fixed) if ("fixed" in tile) == fixed][: MOST // 2]
+    tiles = gemv_tiles(n, k, code, card, gated, fixed)
+    single = [tile for tile in tiles if ("fixed" in tile) == fixed and "apart" not in tile][: MOST // 2]
     several = list(gemm_tiles(n, k, code, TOKEN_CLASSES[0], card, group=group))[: MOST // 2]
     return (*single, *several) if card.capability in FAST_MEMORY else (*several, *single)
 

@@ -299,8 +299,10 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     tables = new(rows, TABLES, LEVEL, dtype=torch.int64) if cuts else stats
     ends = new(rows, CUTS, dtype=torch.int64) if cuts else stats
     scores, tokens = new(rows, pieces), new(rows, pieces, dtype=torch.int32)
-    made = new(3 * rows, dtype=torch.int64)  # in one storage, so that one copy brings them to the host
-    logprobs, log_sums, status, _ = made[rows:].view(torch.float32).split(rows)
+    # in one storage, so that one copy brings them to the host; each aligned to 16 bytes, for which kernels are compiled
+    part = -(-rows // 4) * 4
+    made = new(3 * part, dtype=torch.int64)
+    logprobs, log_sums, status, _ = made[part:].view(torch.float32).view(4, part)[:, :rows]
     out = Sampled(made[:rows], logprobs, log_sums, status.view(torch.int32))
     padded = power_of_2(pieces)
     grid = (pieces, rows)

@@ -121,7 +121,8 @@ REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image", "kernel image is invalid",  # code of a newer CUDA than the driver's
     "alloc_failed", "not_supported", "invalid_value",
-    "is capturing", "during capture", "capturing blocking stream",  # calls that a CUDA graph cannot record
+    # calls that a CUDA graph cannot record
+    "is capturing", "during capture", "capturing stream", "capturing blocking", "uncaptured work", "capture sequence",
 )  # fmt: skip
 TRITON = "Triton Error [CUDA]: "
 # error texts of Triton's launcher when the context is lost; it reports rejected launches with the same prefix
@@ -148,7 +149,8 @@ def is_device_lost(error: BaseException) -> bool:
 
 def is_by_kernel(error: BaseException) -> bool:
     """Whether a faulty kernel can have caused an error for which `is_device_lost` is true."""
-    return any(word in str(error).lower() for word in BY_KERNEL)
+    said = (str(error).splitlines() or [""])[0].lower()  # torch's further lines mention device-side assertions
+    return any(word in said for word in BY_KERNEL)
 
 
 class NoVerdict(Exception):

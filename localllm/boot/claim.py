@@ -146,9 +146,9 @@ def _holders(card: GpuFacts, before: GpuFacts) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def out_of_memory(device: str, planned: MachineFacts) -> OutOfMemory:
+def out_of_memory(error: Exception, device: str, planned: MachineFacts) -> OutOfMemory:
     """The error for memory that ran out while a model was loaded or woken, although the plan had room for it."""
-    if device == "cpu":
+    if device == "cpu" or not (isinstance(error, torch.OutOfMemoryError) or "cuda" in str(error).lower()):
         what = (
             f"the machine ran out of memory while loading the model: {gib(machine().ram_available_bytes, 1)} are left"
         )

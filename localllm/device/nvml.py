@@ -104,6 +104,12 @@ def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, 
     return tuple([gpu for gpu in chosen if gpu.mig][:1] or chosen)
 
 
+def _is_hidden(index: int, setting: str | None) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES surely leaves out a GPU whose UUID is unknown, because it has failed."""
+    parts = [] if not setting else [part.strip() for part in setting.split(",")]
+    return setting is not None and all(map(str.isdigit, parts)) and str(index) not in parts
+
+
 def load_library() -> Any:
     """Load NVML; None without an NVIDIA driver."""
     for name in LIBRARIES:
@@ -130,6 +136,7 @@ def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
         ]
         # the driver also counts GPUs that a container may not use
         failed = {i: code for i, (code, _) in asked.items() if code and not (handles and code == NO_PERMISSION)}
+        failed = {i: code for i, code in failed.items() if not _is_hidden(i, os.environ.get("CUDA_VISIBLE_DEVICES"))}
         errors = [nvml.failure(code, index) for index, code in failed.items()]
         if not any(cut):
             empty = [card.name for card, parts in zip(cards, cut, strict=True) if not parts][:1]

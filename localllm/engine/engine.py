@@ -298,7 +298,8 @@ class Engine:
 
     def run_idle(self) -> None:
         """Run one idle job until it is finished or work comes in."""
-        job, self._is_idling = self._idle_jobs.popleft(), True
+        with self._wake:
+            job, self._is_idling = self._idle_jobs.popleft(), True
         try:
             if not job(self._has_work):
                 self._idle_jobs.appendleft(job)

@@ -193,7 +193,7 @@ class LoadedModel(AdaptedModel):
             from localllm.engine.failures import explained, is_device_lost, is_out_of_memory
 
             if is_out_of_memory(error):
-                raise out_of_memory(self.plan.device, self.machine) from error
+                raise out_of_memory(error, self.plan.device, self.machine) from error
             if not is_device_lost(error):
                 raise
             raise explained(error) from error

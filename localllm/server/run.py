@@ -35,6 +35,7 @@ DRAIN_S = 25.0  # time for responses to finish; after that they are cut short, w
 CUT_S = 3.0  # time for the connections that are still open then
 STOP_S = 2 * CUT_S + 2  # time for a background server to cut responses and close connections
 LOADING_S = 0.5  # time for a load in progress to stop at shutdown
+CLOSING_S = 600.0  # time to free models and write what is kept of them; a driver may hang in it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
@@ -178,10 +179,10 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
     except BaseException:
         pool.close(LOADING_S)
         raise
-    stuck = [name for name, llm in pool.awake() if llm.is_stalled(STALL_S)]
+    stuck = [name for name, llm in pool.awake() if llm.engine.step_age_s > STALL_S]
     if stuck:  # its thread may never return from the driver
         log.error("leaving although the engine of %s is stuck in a step", " and ".join(stuck))
-    freed = pool.close(LOADING_S if pool.is_loading or stuck else None)
+    freed = pool.close(LOADING_S if pool.is_loading or stuck else CLOSING_S)
     for number in SIGNALS:  # the work is done, and a late signal would only print a traceback
         signal.signal(number, signal.SIG_IGN)
     return freed

@@ -151,7 +151,7 @@ class PoolEntry:
     @property
     def has_died(self) -> bool:
         """Whether its engine is dead and has been neither restarted nor given up."""
-        return self.state is State.READY and self.llm is not None and self.llm.engine.is_dead and not self.broken
+        return self.state is State.READY and self.llm is not None and self.llm.is_dead and not self.broken
 
     @property
     def expiry(self) -> float | None:

@@ -38,7 +38,8 @@ from .served_model import Lease, ServedModel, State
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-CUT_WAIT_S = 2.0  # how long an engine may take to end a request when the server shuts down
+# how long an engine may take to end a request when the server shuts down; a second before connections are closed
+CUT_WAIT_S = 5.0
 STALL_S = 12.0  # the engine is stalled if a step takes longer than this and than three times the longest step so far
 TEXT_THREADS = 4  # threads that render templates and tokenize
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: handing them to a thread costs more (0.1 ms)

@@ -96,7 +96,9 @@ def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him(monkey
     with pytest.raises(DeviceError, match="the driver no longer lists it"):
         check_room(made, planned, replace(machine, gpus=()))
     monkeypatch.setattr("localllm.boot.claim.machine", lambda: replace(machine, gpus=(taken,)))
-    said = out_of_memory("cuda:0", planned).message
+    host = out_of_memory(MemoryError(), "cuda:0", planned).message
+    assert host.startswith("the machine ran out of memory while loading the model: ")
+    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), "cuda:0", planned).message
     assert said == f"{CARD.name} ran out of memory while loading the model: blender 99 holds 16.0 GiB"
 
 

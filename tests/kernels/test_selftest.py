@@ -211,7 +211,8 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     "said", ["CUDA error: uncorrectable ECC error encountered", "Triton Error [CUDA]: unknown error"]
 )
 def test_a_gpu_that_fails_is_no_fault_of_a_kernel(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "rope", failing(RuntimeError(said)))
+    more = "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    plant(monkeypatch, "rope", failing(RuntimeError(said + more)))
     with pytest.raises(RuntimeError, match=said.split(": ")[1]):
         SelfTest(Records("selftest", {}, tmp_path)).table(SHAPES)
     plant(monkeypatch, "rope", reference.rope)
@@ -288,6 +289,9 @@ def test_memory_that_runs_out_is_no_fault_of_a_kernel(
         ("CUDA out of memory. Tried to allocate 2 GiB", False),
         ("CUDA error: operation not permitted when stream is capturing", False),
         ("CUDA error: operation failed due to a previous error during capture", False),
+        ("CUDA error: operation would result in a merge of separate capture sequences", False),
+        ("CUDA error: operation not permitted on an event last recorded in a capturing stream", False),
+        ("CUDA error: dependency created on uncaptured work in another stream", False),
         ("Triton Error [CUDA]: operation not supported on global/shared address space", True),
     ],
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from localllm.device.fake import fake_machine
-from localllm.errors import DoesNotFit, InternalError, ModelNotFound
+from localllm.errors import ConfigError, DoesNotFit, InternalError, ModelNotFound
 from localllm.server import pool as module
 from localllm.server.pool import ModelPool
 from localllm.server.served_model import PoolOptions, ServedModel, State
@@ -23,10 +23,16 @@ class Model:
     def __init__(self, name):
         self.name = name
         self.plan = SimpleNamespace(device="cpu", weight_bytes=GIB, kv_bytes=0)
-        self.engine = SimpleNamespace(is_dead=False)
+        self.is_dead = False
         self.is_awake = True
         self.why_dead = ""
         self.log = []
+
+    @property
+    def engine(self):
+        if not self.is_awake:
+            raise ConfigError("asleep")
+        return SimpleNamespace(is_dead=self.is_dead)
 
     def stats(self):
         return SimpleNamespace(pages_free=0, pages_total=1)
@@ -36,7 +42,7 @@ class Model:
         self.log.append("sleep")
 
     def wake(self):
-        self.is_awake, self.engine.is_dead = True, False
+        self.is_awake, self.is_dead = True, False
         self.log.append("wake")
 
     def close(self):
@@ -339,14 +345,14 @@ def test_unloading_waits_for_the_running_and_a_request_wakes_what_sleeps(make):
 def test_a_dead_engine_is_restarted_once(make, monkeypatch):
     """The next request finds a living engine; one that dies again at once is given up."""
     told = []
-    pool = make(World(), on_loaded=lambda model, llm: told.append(llm.engine.is_dead))
+    pool = make(World(), on_loaded=lambda model, llm: told.append(llm.is_dead))
     first = lease(pool, "a")
-    first.llm.engine.is_dead = True
+    first.llm.is_dead = True
     first.release()
     second = lease(pool, "a")
-    assert second.llm.log == ["sleep", "wake"] and not second.llm.engine.is_dead
+    assert second.llm.log == ["sleep", "wake"] and not second.llm.is_dead
     assert told == [False, False]
-    second.llm.engine.is_dead = True
+    second.llm.is_dead = True
     second.release()
     eventually(lambda: lease(pool, "a") and pool.broken)
     assert "a stopped" in pool.broken
@@ -356,7 +362,7 @@ def test_an_engine_that_lost_its_card_is_given_up_with_the_cause(make):
     pool = make(World())
     first = lease(pool, "a")
     first.llm.plan.device, first.llm.why_dead = "cuda:0", "the GPU failed; the GPU has fallen off the bus"
-    first.llm.engine.is_dead = True
+    first.llm.is_dead = True
     first.release()
     eventually(lambda: lease(pool, "a") and pool.broken)
     assert pool.broken == "the engine of a stopped: the GPU failed; the GPU has fallen off the bus"
@@ -366,11 +372,32 @@ def test_an_engine_that_dies_while_idle_is_given_up_too(make):
     pool = make(World())
     held = lease(pool, "a")
     held.release()
+    time.sleep(0.2)  # the thread waits again
     held.llm.plan.device, held.llm.why_dead = "cuda:0", "the GPU failed"
-    held.llm.engine.is_dead = True
+    held.llm.is_dead = True
     pool.restart_dead()
     eventually(lambda: pool.broken)
     assert pool.broken == "the engine of a stopped: the GPU failed"
+
+
+def test_a_model_that_falls_asleep_is_not_dead(make):
+    """The server looks for dead engines all the time, also while weights are copied to the host."""
+    pool = make(World())
+    held = lease(pool, "a")
+    held.release()
+    begun, go_on, sleep = threading.Event(), threading.Event(), held.llm.sleep
+
+    def slowly():
+        sleep()
+        begun.set()
+        assert go_on.wait(20)
+
+    held.llm.sleep = slowly
+    done = pool.sleep("a")
+    assert begun.wait(20)
+    pool.restart_dead()
+    go_on.set()
+    assert done.result(5) is True and not pool.broken
 
 
 def test_an_abandoned_wait_holds_nothing(make):

@@ -291,22 +291,26 @@ def test_a_gpu_that_fails_while_nothing_runs_is_told_by_health(own, own_llm, mon
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nSearch for `cudaErrorECCUncorrectable'")
 
     assert httpx.post(own.url + CHAT, json=ask(), timeout=20).status_code == 200
-    monkeypatch.setattr(own_llm, "plan", replace(own_llm.plan, device="cuda:0"))
-    monkeypatch.setattr("localllm.llm.loaded_model.LoadedModel.why_dead", "the GPU failed: its memory has an error")
-    own_llm.engine.when_idle(lost)
-    deadline, said = time.monotonic() + 20, ""
-    while "restart the server" not in said:
-        assert time.monotonic() < deadline, said
-        health = httpx.get(own.url + "/health")
-        said = health.json()["error"]["message"] if health.status_code == 503 else ""
-        time.sleep(0.05)
-    assert said.endswith("stopped: the GPU failed: its memory has an error; restart the server.")
-    assert health.json()["error"]["code"] == "engine_dead"
-    assert own_llm.engine.failure.startswith("the GPU failed: its memory") and "\n" not in own_llm.engine.failure
-    assert own_llm.run_summary.startswith("stopped: the GPU failed: its memory has an uncorrectable error (CUDA error")
-    monkeypatch.undo()
-    own_llm.sleep()
-    own_llm.wake()
+    try:
+        monkeypatch.setattr(own_llm, "plan", replace(own_llm.plan, device="cuda:0"))
+        monkeypatch.setattr("localllm.llm.loaded_model.LoadedModel.why_dead", "the GPU failed: its memory has an error")
+        own_llm.engine.when_idle(lost)
+        deadline, said = time.monotonic() + 20, ""
+        while "restart the server" not in said:
+            assert time.monotonic() < deadline, said
+            health = httpx.get(own.url + "/health")
+            said = health.json()["error"]["message"] if health.status_code == 503 else ""
+            time.sleep(0.05)
+        assert said.endswith("stopped: the GPU failed: its memory has an error; restart the server.")
+        assert health.json()["error"]["code"] == "engine_dead"
+        assert own_llm.engine.failure.startswith("the GPU failed: its memory") and "\n" not in own_llm.engine.failure
+        assert own_llm.run_summary.startswith(
+            "stopped: the GPU failed: its memory has an uncorrectable error (CUDA error"
+        )
+    finally:
+        monkeypatch.undo()
+        own_llm.sleep()
+        own_llm.wake()
 
 
 def test_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):

@@ -136,12 +136,14 @@ def test_what_an_engine_that_hangs_does_not_end_ends_in_an_error(pool, tiny_llm,
     gate, hung = threading.Event(), threading.Event()
     monkeypatch.setattr("localllm.server.service.CUT_WAIT_S", 0.2)
     monkeypatch.setattr(tiny_llm.engine.stepper, "fault", lambda step: hung.set() or gate.wait(60))
-    with live_server(pool, parallel=1) as live, ThreadPoolExecutor(1) as threads:
+    with contextlib.ExitStack() as stack:
+        stack.callback(gate.set)
+        live, threads = stack.enter_context(live_server(pool, parallel=1)), stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(gate.set)
         asked = threads.submit(httpx.post, live.url + CHAT, json=ask(stream=stream), timeout=30)
         assert hung.wait(20)
         asyncio.run_coroutine_threadsafe(drain(live.service, live.server, 0.0), live.loop).result(20)
         answer = asked.result(20)
-        gate.set()
     said = events(answer.text)[-1] if stream and answer.status_code == 200 else answer.json()
     assert said["error"]["code"] == "engine_dead" and "did not end the request" in said["error"]["message"]
 

@@ -186,6 +186,7 @@ def test_what_a_step_samples_comes_to_the_host_in_one_copy() -> None:
 
     values = (out.token_ids, out.logprobs, out.status, other)
     copies = copied_storages(values, new)
-    assert sizes == [3 * 24, 3 * 8 * 4]
+    assert sizes == [4 * 24, 3 * 8 * 4]
+    assert all((part.data_ptr() - out.token_ids.data_ptr()) % 16 == 0 for part in out)
     for copied, value in zip(copies, values, strict=True):
         assert torch.equal(copied, value) and copied.dtype is value.dtype and copied.data_ptr() != value.data_ptr()
