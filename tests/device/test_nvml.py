@@ -42,6 +42,9 @@ def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = gpu_facts(100 * GIB, library=library)
     assert (told.driver, told.driver_cuda) == ("580.95.05", "13.0")
     card, spark = told.gpus
+    for setting, is_named in (("0", False), ("0, 2", True), ("GPU-1", True), ("", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+        assert ("GPU 2" in gpu_facts(0, library=library).gpu_error) is is_named, setting
     assert told.gpu_error.startswith("GPU 2 has fallen off the bus: "), "the others are used all the same"
     seen = replace(MACHINES["rtx4090"], gpu_error=told.gpu_error, torch_cuda="12.8")
     assert chosen_device(seen, "auto").reasons[1] == told.gpu_error
