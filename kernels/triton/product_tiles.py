@@ -68,9 +68,10 @@ def gemv_tiles(
 
     def fit(ranked: tuple[tuple[int, int], ...], more: dict[str, int]) -> list[Tile]:
         found = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
-        # tiles that leave SMs idle go last, and before them those with few programs per SM: the second product of an
-        # 8B's MLP in NVFP4 takes an H100 16.9 us with 4 rows and 19.5 with 8
-        found.sort(key=lambda tile: sum(n // tile[0] < count * card.num_sms for count in (2, 4)))
+        # tiles that leave SMs idle go last, and on fast memory those with few programs per SM before them: the second
+        # product of an 8B's MLP in NVFP4 takes an H100 16.9 us with 4 rows and 19.5 with 8
+        enough = (2, 4) if card.capability in FAST_MEMORY else (2,)
+        found.sort(key=lambda tile: sum(n // tile[0] < count * card.num_sms for count in enough))
         return [{"rows": rows, "chunks": 32 * warps, "warps": warps} | more for rows, warps in found]
 
     floats = fit(WIDE if CODES[code].low >= 8 else NARROW, {})
