@@ -128,8 +128,8 @@ def decode_registers(
         # does on sm_86 and sm_89. Shared memory has room for at most four programs of two warps there, so registers do
         most = 224 if head_dim > 256 else 0 if cap in WGMMA else 248
         return most if 80 <= cap < AMD else 0
-    if native:  # with 168 and 128 Triton 3.6 spills 8 to 24 bytes
-        return 192 if columns_of(group) > 8 else 152
+    if native:  # with 168, 128 and, in chunks, 152 registers a Triton spills 8 to 32 bytes
+        return 192 if columns_of(group) > 8 else 176 if chunked else 152
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer, Triton 3.6 spills; for int8 it spills with 128
     if cap == 90 and chunked:
